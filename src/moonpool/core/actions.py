@@ -1,0 +1,155 @@
+"""Orders that the Conductor gives, imperative. They go on the wire as they are (docs/protocol.md)."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from moonpool.core.vocabulary import (
+    BlockKey,
+    Capacity,
+    KeySpace,
+    NodePeer,
+    PartId,
+    PartKind,
+    Peer,
+    RejectReason,
+    RequestId,
+)
+
+
+class Fetch(Struct, frozen=True):
+    """Copy the chain's blocks `first .. first + count` from another node before computing."""
+
+    source: NodePeer
+    first: int
+    count: int
+
+
+class Place(Struct, frozen=True, tag=True):
+    """To the gateway: prefill there, decode there. Room on the decode node is confirmed already."""
+
+    request: RequestId
+    attempt: int
+    gateway: Peer
+    space: KeySpace
+    prefill: Peer
+    prefill_node: NodePeer
+    decode: Peer
+    decode_node: NodePeer
+    hit_blocks: int
+    """Leading blocks expected to be readable on the prefill node, after the fetch."""
+    fetch: Fetch | None
+    lacking: tuple[int, ...]
+    """Whole blocks that must be sent to the decode node; the tail always is."""
+    expected_ttft: float
+    time_left: float
+
+
+class Reject(Struct, frozen=True, tag=True):
+    """To the gateway: the request is over."""
+
+    request: RequestId
+    attempt: int
+    gateway: Peer
+    reason: RejectReason
+    message: str
+    retry_after: float | None
+    """Seconds; None where waiting does not help."""
+
+
+class Hold(Struct, frozen=True, tag=True):
+    """To the gateway: queued at the Conductor; a `Place` or a `Reject` follows."""
+
+    request: RequestId
+    attempt: int
+    gateway: Peer
+    reason: str
+
+
+class Resubmit(Struct, frozen=True, tag=True):
+    """To the gateway: attempt `attempt` is over; send `RequestArrived` with attempt + 1 and all tokens so far."""
+
+    request: RequestId
+    attempt: int
+    gateway: Peer
+    reason: str
+
+
+class Cancel(Struct, frozen=True, tag=True):
+    """To a worker: drop this request, attempts up to `attempt`. Gateways send it to their workers too."""
+
+    request: RequestId
+    attempt: int
+    to: Peer
+
+
+class ReserveRoom(Struct, frozen=True, tag=True):
+    """To the decode node: room for all of a prompt's KV, all or nothing."""
+
+    node: NodePeer
+    request: RequestId
+    attempt: int
+    space: KeySpace
+    keys: tuple[BlockKey, ...]
+    tail_tokens: int
+    time_left: float
+
+
+class ReleaseRoom(Struct, frozen=True, tag=True):
+    """To the decode node: the attempt is over. Unknown rooms are ignored."""
+
+    node: NodePeer
+    request: RequestId
+    attempt: int
+
+
+class SendSnapshot(Struct, frozen=True, tag=True):
+    """To a node: a directory event is missing."""
+
+    node: NodePeer
+
+
+class RegisterAgain(Struct, frozen=True, tag=True):
+    """To a part whose heartbeat came but which this Conductor does not know."""
+
+    to: Peer
+
+
+class FleetPart(Struct, frozen=True):
+    kind: PartKind
+    peer: Peer
+    capacity: Capacity
+    node: PartId | None
+    model: str
+
+
+class FleetChanged(Struct, frozen=True, tag=True):
+    """To a gateway (and to every newly registered part): who is there now."""
+
+    to: Peer
+    parts: tuple[FleetPart, ...]
+    nodes: tuple[NodePeer, ...]
+    spaces: tuple[KeySpace, ...]
+    context_tokens: int
+    """The longest prompt + output that some prefill and some decode instance both take."""
+
+
+class WakeAt(Struct, frozen=True, tag=True):
+    """Feed `Woke` at this time of the driver's clock."""
+
+    at: float
+
+
+Action = (
+    Place
+    | Reject
+    | Hold
+    | Resubmit
+    | Cancel
+    | ReserveRoom
+    | ReleaseRoom
+    | SendSnapshot
+    | RegisterAgain
+    | FleetChanged
+    | WakeAt
+)

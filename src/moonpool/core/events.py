@@ -1,0 +1,232 @@
+"""Facts that reach the Conductor, past tense. They go on the wire as they are (docs/protocol.md).
+
+`time_left` is the number of seconds the request still had when the message was sent: clocks of
+different machines are never compared.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from moonpool.core.vocabulary import (
+    BlockKey,
+    Capacity,
+    Chain,
+    Incarnation,
+    KeySpace,
+    KeySpaceId,
+    PartId,
+    PartKind,
+    Peer,
+    RequestId,
+    Slo,
+    Tier,
+)
+
+
+class Registered(Struct, frozen=True, tag=True):
+    """A part has come up (or answers `RegisterAgain`). A new incarnation of an id ends the old one."""
+
+    kind: PartKind
+    peer: Peer
+    capacity: Capacity = Capacity()
+    space: KeySpace | None = None
+    """Workers only."""
+    first_layer: int = 0
+    last_layer: int = 0
+    """Workers only: the half-open range of layers held; the whole model until pipelines exist."""
+    node: PartId | None = None
+    """Workers only: the node whose arena this worker maps."""
+    data_address: str = ""
+    """Nodes only: where Messenger's tcp transport listens."""
+    socket_path: str = ""
+    """Nodes only: the Unix stream socket for clients on the same host."""
+    model: str = ""
+    """Workers only: the served model's name."""
+
+
+class Lost(Struct, frozen=True, tag=True):
+    """A part's process is gone (reported by the supervisor) or silent past the heartbeat limit."""
+
+    id: PartId
+    incarnation: Incarnation
+    reason: str
+
+
+class Reported(Struct, frozen=True, tag=True):
+    """A part's load, twice a second; it is also the heartbeat."""
+
+    id: PartId
+    incarnation: Incarnation
+    queued: int = 0
+    running: int = 0
+    pages_free: int = 0
+    context_tokens: int = 0
+    """Tokens of KV held by the running batch."""
+    used_bytes: int = 0
+    """Nodes: bytes of the arena in use."""
+
+
+class RequestArrived(Struct, frozen=True, tag=True):
+    """A request, or (attempt > 1) the same request with the tokens it has produced so far appended."""
+
+    request: RequestId
+    attempt: int
+    gateway: Peer
+    model: str
+    prompt_tokens: int
+    """Tokens to have KV for before the next token: prompt, then output so far."""
+    output_tokens: int
+    """How many of `prompt_tokens` are output of earlier attempts."""
+    max_output_tokens: int
+    """Most tokens still to produce."""
+    chains: tuple[Chain, ...]
+    time_left: float
+    slo: Slo = Slo()
+    priority: str = ""
+
+
+class RequestCancelled(Struct, frozen=True, tag=True):
+    """The client went away, reads too slowly, or the deadline passed at the gateway."""
+
+    request: RequestId
+    reason: str
+
+
+class RoomConfirmed(Struct, frozen=True, tag=True):
+    """The decode node holds room for the whole prompt; `lacking` are the indices of the whole blocks it has no bytes of."""
+
+    node: PartId
+    incarnation: Incarnation
+    request: RequestId
+    attempt: int
+    lacking: tuple[int, ...]
+
+
+class RoomRefused(Struct, frozen=True, tag=True):
+    node: PartId
+    incarnation: Incarnation
+    request: RequestId
+    attempt: int
+    reason: str
+
+
+class PrefillDone(Struct, frozen=True, tag=True):
+    """All prompt tokens are computed and the first token is out."""
+
+    request: RequestId
+    attempt: int
+    instance: PartId
+    computed_tokens: int
+    cached_tokens: int
+    queue_seconds: float
+    compute_seconds: float
+
+
+class PrefillFailed(Struct, frozen=True, tag=True):
+    """The attempt is over before a decode instance took it; the request may be placed again."""
+
+    request: RequestId
+    attempt: int
+    instance: PartId
+    reason: str
+
+
+class DecodeJoined(Struct, frozen=True, tag=True):
+    """All KV is in the decode instance's pages; the room on its node is closed."""
+
+    request: RequestId
+    attempt: int
+    instance: PartId
+
+
+class DecodeRefused(Struct, frozen=True, tag=True):
+    """The decode instance re-checked load and room and will not take the request (or its KV did not come)."""
+
+    request: RequestId
+    attempt: int
+    instance: PartId
+    reason: str
+
+
+class Preempted(Struct, frozen=True, tag=True):
+    """Pages ran out: the request left the batch, its whole blocks went to the node."""
+
+    request: RequestId
+    attempt: int
+    instance: PartId
+
+
+class Finished(Struct, frozen=True, tag=True):
+    """The request is complete on its worker (which may be the prefill worker, after one token)."""
+
+    request: RequestId
+    attempt: int
+    instance: PartId
+    output_tokens: int
+    reason: str
+    """`stop` or `length`."""
+
+
+class DecodeStepped(Struct, frozen=True, tag=True):
+    """Measured decode steps, for the cost model; sent with every few heartbeats, not every step."""
+
+    instance: PartId
+    batch: int
+    context_tokens: int
+    seconds: float
+
+
+class BlocksStored(Struct, frozen=True, tag=True):
+    """Whole blocks became readable on a node. `seq` counts a node's directory events from 1 without gaps."""
+
+    node: PartId
+    incarnation: Incarnation
+    seq: int
+    space: KeySpaceId
+    tier: Tier
+    keys: tuple[BlockKey, ...]
+
+
+class BlocksRemoved(Struct, frozen=True, tag=True):
+    node: PartId
+    incarnation: Incarnation
+    seq: int
+    space: KeySpaceId
+    tier: Tier
+    keys: tuple[BlockKey, ...]
+
+
+class Snapshot(Struct, frozen=True, tag=True):
+    """All readable blocks of a node after its event `seq`; replaces what the directory knew of it."""
+
+    node: PartId
+    incarnation: Incarnation
+    seq: int
+    blocks: tuple[tuple[KeySpaceId, Tier, tuple[BlockKey, ...]], ...]
+
+
+class Woke(Struct, frozen=True, tag=True):
+    """The time asked for by `WakeAt` has come."""
+
+
+Event = (
+    Registered
+    | Lost
+    | Reported
+    | RequestArrived
+    | RequestCancelled
+    | RoomConfirmed
+    | RoomRefused
+    | PrefillDone
+    | PrefillFailed
+    | DecodeJoined
+    | DecodeRefused
+    | Preempted
+    | Finished
+    | DecodeStepped
+    | BlocksStored
+    | BlocksRemoved
+    | Snapshot
+    | Woke
+)

@@ -1,0 +1,117 @@
+"""The words that every part of Moonpool shares: ids, keys, layouts, limits.
+
+All times are seconds, all sizes bytes, all lengths tokens unless the name says otherwise.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NewType
+
+from msgspec import Struct
+
+RequestId = NewType("RequestId", str)
+"""Unique in the cluster's life: the gateway's incarnation and a counter."""
+PartId = NewType("PartId", str)
+"""A configured name that outlives the process: `prefill-0`, `decode-1`, `node-0`, `gateway-0`."""
+Incarnation = NewType("Incarnation", str)
+"""A random id of one process's life."""
+BlockKey = NewType("BlockKey", bytes)
+"""16 bytes: the chained prefix hash of one whole block (`blocks.py`)."""
+KeySpaceId = NewType("KeySpaceId", str)
+"""Hex id of the root that all block keys of one model, dtype and layout share."""
+
+BLOCK_KEY_BYTES = 16
+
+
+class PartKind(enum.Enum):
+    GATEWAY = "gateway"
+    NODE = "node"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Tier(enum.Enum):
+    DRAM = "dram"
+    SSD = "ssd"
+
+
+class KeySpace(Struct, frozen=True):
+    """How the blocks of one model look to the pool: `runs` runs of `run_bytes` bytes, one run a layer.
+
+    A run holds `block_tokens` tokens as `[k, v][token][kv_head][head_dim]`; a partial tail of t tokens
+    has the same shape with t tokens, so its runs are `tail_run_bytes(t)` long.
+    """
+
+    id: KeySpaceId
+    block_tokens: int
+    runs: int
+    run_bytes: int
+
+    @property
+    def block_bytes(self) -> int:
+        return self.runs * self.run_bytes
+
+    def tail_run_bytes(self, tokens: int) -> int:
+        return self.run_bytes * tokens // self.block_tokens
+
+
+class Slo(Struct, frozen=True):
+    """Limits in seconds; None means no limit and no refusal because of it."""
+
+    ttft: float | None = None
+    tbt: float | None = None
+
+
+class Peer(Struct, frozen=True):
+    """One process as others reach it; a message for another incarnation is dropped by the receiver."""
+
+    id: PartId
+    incarnation: Incarnation
+    address: str
+    """Control address, `tcp://host:port`."""
+
+
+class NodePeer(Struct, frozen=True):
+    """A node as workers and other nodes reach it."""
+
+    id: PartId
+    incarnation: Incarnation
+    address: str
+    """Control address, `tcp://host:port`."""
+    data_address: str
+    """Messenger's tcp transport, `host:port`."""
+    socket_path: str
+    """Unix stream socket for clients on the node's host."""
+
+
+class Capacity(Struct, frozen=True):
+    """What a part can hold; a field that does not apply to its kind stays 0."""
+
+    pages: int = 0
+    """KV pages of the engine (page = block)."""
+    slots: int = 0
+    """Most requests in one batch (decode), most queued orders (prefill)."""
+    context_tokens: int = 0
+    """Longest prompt + output that the engine takes."""
+    dram_bytes: int = 0
+
+
+class Chain(Struct, frozen=True):
+    """The keys of a prompt's whole blocks in one key space, first block first."""
+
+    space: KeySpaceId
+    keys: tuple[BlockKey, ...]
+
+
+class RejectReason(enum.Enum):
+    """Why a request is not served. The gateway maps each to a status (docs/protocol.md)."""
+
+    QUEUE_FULL = "queue-full"
+    TTFT_SLO = "ttft-slo"
+    TBT_SLO = "tbt-slo"
+    NO_INSTANCE = "no-instance"
+    CONTEXT = "context"
+    KV_ROOM = "kv-room"
+    DEADLINE = "deadline"
+    ATTEMPTS = "attempts"

@@ -1,0 +1,83 @@
+"""What a worker needs of an engine. Implementations: `runner.TorchEngine`, `timed.TimedEngine`.
+
+An engine owns KV pages (page = block) but not their allocation: `core/prefill.py` and `core/decode.py`
+say which page holds what. One thread calls `step`; `run` views may be read and written by others for
+pages that no running step touches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from moonpool.core.vocabulary import KeySpace
+from moonpool.wire.messages import Sampling
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(slots=True)
+class Row:
+    """A run of `count` tokens of one sequence to compute in this step, from `start` on.
+
+    `tokens` is the whole sequence so far (the row computes tokens[start : start + count]);
+    KV of tokens[: start] is in `pages` already. If `sampling` is given a token is drawn from the last
+    logits; its output position is `start + count - prompt_tokens`.
+    """
+
+    tokens: Sequence[int]
+    prompt_tokens: int
+    start: int
+    count: int
+    pages: Sequence[int]
+    sampling: Sampling | None = None
+
+
+@dataclass(slots=True)
+class Draw:
+    token: int
+    logprob: float | None = None
+    top: list[tuple[int, float]] = field(default_factory=list)
+    is_end: bool = False
+    """One of the model's end tokens (or the request's stop_token_ids), and not ignored."""
+
+
+class Engine(Protocol):
+    """See DESIGN §7."""
+
+    @property
+    def space(self) -> KeySpace: ...
+
+    @property
+    def page_count(self) -> int: ...
+
+    @property
+    def context_tokens(self) -> int:
+        """Longest sequence the model takes."""
+        ...
+
+    def clear(self, page: int) -> None:
+        """Zero a page in all layers, before it is used again (0 * NaN is NaN in attention)."""
+        ...
+
+    def run(self, layer: int, page: int) -> Bytes:
+        """A writable view of the `space.run_bytes` bytes of one layer of one page: [k, v][token][kv_head][head_dim]."""
+        ...
+
+    def tail_runs(self, layer: int, page: int, tokens: int) -> tuple[Bytes, Bytes]:
+        """Writable views of the first `tokens` tokens of K and of V in one layer of one page."""
+        ...
+
+    def step(
+        self, rows: Sequence[Row], on_layer: Callable[[int], None] | None = None
+    ) -> list[Draw | None]:
+        """Compute the rows as one packed batch; draw where a row has `sampling`.
+
+        `on_layer(l)` is called on this thread as soon as layer l's KV of all rows is in the pages.
+        An exception that it raises ends the step and passes through.
+        """
+        ...

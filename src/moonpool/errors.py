@@ -1,0 +1,33 @@
+"""The exception tree. A rejection of a request is a value, not an exception (`core.actions.Reject`).
+
+MoonpoolError
+├── ConfigError        a mistake in an option, a YAML key, a path: one line, exit code 2
+├── ModelError         a model is missing, damaged or of an unsupported kind: one line, exit code 2
+├── PeerUnavailable    a message could not be handed to a peer in time
+├── TransferError      Messenger could not move bytes
+└── PoolError          a node refused a call
+"""
+
+
+class MoonpoolError(Exception):
+    """Base of all errors that Moonpool raises on purpose; the message is fit for a user."""
+
+
+class ConfigError(MoonpoolError):
+    pass
+
+
+class ModelError(MoonpoolError):
+    pass
+
+
+class PeerUnavailable(MoonpoolError):
+    pass
+
+
+class TransferError(MoonpoolError):
+    pass
+
+
+class PoolError(MoonpoolError):
+    pass

@@ -1,0 +1,143 @@
+"""Messages between processes that are not facts or orders of the decision core (docs/protocol.md)."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from moonpool.core.actions import Action, Place
+from moonpool.core.events import Event
+from moonpool.core.vocabulary import BlockKey, PartId, Peer, RequestId
+
+
+class Sampling(Struct, frozen=True):
+    """How the next tokens of one request are drawn. A draw is Philox(seed, choice, output position)."""
+
+    seed: int
+    choice: int = 0
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1: no limit."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    """None: none; k: the drawn token's and the k best tokens' log probabilities."""
+
+
+class Work(Struct, frozen=True):
+    """One attempt of a request, as the worker needs it. `tokens[prompt_tokens:]` are output so far."""
+
+    request: RequestId
+    attempt: int
+    label: str
+    """The client's x-request-id, for logs."""
+    gateway: Peer
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    sampling: Sampling
+    keys: tuple[BlockKey, ...]
+    """Of the whole blocks of `tokens` at the time of placement."""
+    salt: str
+    place: Place
+    time_left: float
+
+
+class PrefillOrder(Struct, frozen=True, tag=True):
+    """Gateway to prefill worker: compute KV for all of `work.tokens` and draw the next token."""
+
+    work: Work
+
+
+class HandOver(Struct, frozen=True, tag=True):
+    """Prefill worker to decode worker: `work.tokens` now ends with the token just drawn (it has no KV yet)."""
+
+    work: Work
+    prefill: Peer
+    cached_tokens: int
+
+
+class Abandon(Struct, frozen=True, tag=True):
+    """Prefill worker to decode worker: this attempt's KV will not come."""
+
+    request: RequestId
+    attempt: int
+
+
+class Stop(Struct, frozen=True, tag=True):
+    """Gateway to decode worker: a stop string was found; finish as if the model had stopped (keep the blocks)."""
+
+    request: RequestId
+    attempt: int
+
+
+class TokenOut(Struct, frozen=True, array_like=True):
+    """One drawn token. `position` counts output tokens of the request from 0, over all attempts."""
+
+    request: RequestId
+    attempt: int
+    position: int
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, log probability), best first."""
+    finish: str | None = None
+    """`stop` (end token; the token itself is not text) or `length`."""
+    cached_tokens: int | None = None
+    """With the first token of an attempt: prompt tokens whose KV was not computed."""
+
+
+class Tokens(Struct, frozen=True, tag=True):
+    """Worker to gateway: all tokens of one step for that gateway."""
+
+    tokens: tuple[TokenOut, ...]
+
+
+class Counters(Struct, frozen=True, tag=True):
+    """Part to Conductor, once a second: monotonic counters and gauges since this incarnation began."""
+
+    id: PartId
+    incarnation: str
+    values: dict[str, float]
+
+
+class Describe(Struct, frozen=True, tag=True):
+    """Anyone in the cluster to the Conductor's process: what is the state?"""
+
+    to: Peer
+    serial: int
+
+
+class Description(Struct, frozen=True, tag=True):
+    """`state` is a JSON document (bytes), the body of GET /cluster."""
+
+    serial: int
+    state: bytes
+
+
+Message = (
+    Event
+    | Action
+    | PrefillOrder
+    | HandOver
+    | Abandon
+    | Stop
+    | Tokens
+    | Counters
+    | Describe
+    | Description
+)
+
+
+class Envelope(Struct, frozen=True):
+    """What travels: who sends, for which incarnation (empty: whoever listens there), and the message."""
+
+    sender: Peer
+    to: str
+    body: Message
