@@ -1,0 +1,304 @@
+"""One decode instance: who joins the batch, who steps, who gives way when pages run out, when pages are free again.
+
+A pure state machine, driven by `live/decode.py` and the simulator. A request is in one of these states:
+
+    awaiting -> ready -> loading -> running -> draining -> gone
+        |         |         |          |  ^
+        +---------+-> gone  +----------+--+   dropped / stopped / finished / preempted
+
+`awaiting`: its KV is on the way to this node; `ready`: it is all there, pages and a slot are not. Requests that are ready
+join in the order they were handed over. The newest of the lowest rank is preempted when a running one needs a page and
+none is free (DESIGN §4.6); the oldest of the highest rank never is, so somebody always gets done.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from msgspec import Struct
+
+from moonpool.core.pages import PagePool, pages_for
+from moonpool.core.vocabulary import RequestId
+
+
+class HandedOver(Struct, frozen=True):
+    """A request with `tokens` tokens, the last of which has no KV yet, and at most `most_tokens` in the end."""
+
+    request: RequestId
+    attempt: int
+    tokens: int
+    most_tokens: int
+    rank: int = 0
+    """Of its priority class; a lower rank gives way first."""
+
+
+class KvArrived(Struct, frozen=True):
+    """All KV of the request is on this node."""
+
+    request: RequestId
+    attempt: int
+
+
+class KvLoaded(Struct, frozen=True):
+    """The KV is in the request's pages."""
+
+    request: RequestId
+    attempt: int
+
+
+class Stepped(Struct, frozen=True):
+    """The step in flight has ended; each of its requests has one token more, `finished` ones are complete."""
+
+    finished: tuple[RequestId, ...]
+    failed: bool = False
+    """Nothing of the step counts; its requests are dropped."""
+
+
+class KvStored(Struct, frozen=True):
+    """Answer to `Drain`: no I/O touches the request's pages any more."""
+
+    request: RequestId
+    attempt: int
+
+
+class Dropped(Struct, frozen=True):
+    """Cancelled, replaced by a newer attempt, or its KV did not come."""
+
+    request: RequestId
+    attempt: int
+
+
+class Stopped(Struct, frozen=True):
+    """The gateway found a stop string: finish normally."""
+
+    request: RequestId
+    attempt: int
+
+
+class LoadKv(Struct, frozen=True):
+    """Copy the KV of `tokens - 1` tokens into these pages, then say `KvLoaded`."""
+
+    request: RequestId
+    attempt: int
+    pages: tuple[int, ...]
+
+
+class StepRow(Struct, frozen=True):
+    request: RequestId
+    attempt: int
+    tokens: int
+    pages: tuple[int, ...]
+
+
+class Step(Struct, frozen=True):
+    """Compute the last token of each row and draw the next, then say `Stepped`."""
+
+    rows: tuple[StepRow, ...]
+
+
+class Ending(enum.Enum):
+    FINISHED = "finished"
+    PREEMPTED = "preempted"
+    DROPPED = "dropped"
+
+
+class Drain(Struct, frozen=True):
+    """The request has left the batch. Keep its whole blocks in the pool unless dropped, then say `KvStored`."""
+
+    request: RequestId
+    attempt: int
+    tokens: int
+    pages: tuple[int, ...]
+    ending: Ending
+
+
+class Refuse(Struct, frozen=True):
+    request: RequestId
+    attempt: int
+    reason: str
+
+
+DecodeEvent = HandedOver | KvArrived | KvLoaded | Stepped | KvStored | Dropped | Stopped
+DecodeAction = LoadKv | Step | Drain | Refuse
+
+
+class _State(enum.Enum):
+    AWAITING = "awaiting"
+    READY = "ready"
+    LOADING = "loading"
+    RUNNING = "running"
+    DRAINING = "draining"
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    request: RequestId
+    attempt: int
+    tokens: int
+    rank: int
+    serial: int
+    state: _State = _State.AWAITING
+    pages: list[int] = field(default_factory=list)
+    ending: Ending | None = None
+    """Set while a step or load still touches the pages; it drains when that has ended."""
+
+
+class DecodeInstance:
+    def __init__(self, *, pages: int, block_tokens: int, slots: int, queue_bound: int) -> None:
+        self.pool = PagePool(pages)
+        self._block_tokens = block_tokens
+        self._slots = slots
+        self._queue_bound = queue_bound
+        self._requests: dict[RequestId, _Request] = {}
+        self._stepping: tuple[_Request, ...] = ()
+        self._serial = 0
+        self.preemptions = 0
+
+    @property
+    def running(self) -> int:
+        return sum(r.state is _State.RUNNING for r in self._requests.values())
+
+    @property
+    def queued(self) -> int:
+        return sum(r.state in (_State.AWAITING, _State.READY, _State.LOADING) for r in self._requests.values())
+
+    @property
+    def context_tokens(self) -> int:
+        return sum(r.tokens for r in self._requests.values() if r.state is _State.RUNNING)
+
+    def handle(self, event: DecodeEvent, now: float) -> tuple[DecodeAction, ...]:
+        del now
+        actions: list[DecodeAction] = []
+        match event:
+            case HandedOver():
+                self._take(event, actions)
+            case KvArrived():
+                if (r := self._find(event)) and r.state is _State.AWAITING:
+                    r.state = _State.READY
+            case KvLoaded():
+                if (r := self._find(event)) and r.state is _State.LOADING:
+                    r.state = _State.RUNNING
+                    if r.ending is not None:
+                        self._drain(r, r.ending, actions)
+            case Stepped():
+                self._stepped(event, actions)
+            case KvStored():
+                if (r := self._find(event)) and r.state is _State.DRAINING:
+                    self.pool.release(r.pages)
+                    del self._requests[r.request]
+            case Dropped():
+                self._end(self._find(event), Ending.DROPPED, actions)
+            case Stopped():
+                self._end(self._find(event), Ending.FINISHED, actions)
+        self._admit(actions)
+        self._start_step(actions)
+        return tuple(actions)
+
+    def _find(self, event: KvArrived | KvLoaded | KvStored | Dropped | Stopped) -> _Request | None:
+        r = self._requests.get(event.request)
+        return r if r is not None and r.attempt == event.attempt else None
+
+    def _take(self, event: HandedOver, actions: list[DecodeAction]) -> None:
+        known = self._requests.get(event.request)
+        if known is not None:
+            if known.attempt != event.attempt:
+                actions.append(Refuse(event.request, event.attempt, f"attempt {known.attempt} is still leaving"))
+            return
+        most = pages_for(event.most_tokens, self._block_tokens)
+        if most > self.pool.count:
+            actions.append(
+                Refuse(event.request, event.attempt, f"it may need {most} pages, this instance has {self.pool.count}")
+            )
+        elif self.queued >= self._queue_bound:
+            actions.append(Refuse(event.request, event.attempt, f"{self._queue_bound} requests wait here already"))
+        else:
+            self._serial += 1
+            self._requests[event.request] = _Request(
+                event.request, event.attempt, event.tokens, event.rank, self._serial
+            )
+
+    def _admit(self, actions: list[DecodeAction]) -> None:
+        """Load what is ready while slots and pages last, leaving each running request a page to grow into."""
+        inside = sum(r.state in (_State.LOADING, _State.RUNNING) for r in self._requests.values())
+        for r in self._requests.values():
+            if r.state is not _State.READY:
+                continue
+            needed = pages_for(r.tokens, self._block_tokens)
+            if inside >= self._slots or not self.pool.can_allocate(needed + inside):
+                return
+            r.pages = self.pool.allocate(needed)
+            r.state = _State.LOADING
+            inside += 1
+            actions.append(LoadKv(r.request, r.attempt, tuple(r.pages)))
+
+    def _start_step(self, actions: list[DecodeAction]) -> None:
+        if self._stepping:
+            return
+        batch: list[_Request] = []
+        # Oldest first: when pages run out it is the newest that give way.
+        for r in sorted(self._running(), key=_precedence):
+            if r.state is _State.RUNNING and self._grow(r, actions):
+                batch.append(r)
+        if batch:
+            self._stepping = tuple(batch)
+            actions.append(Step(tuple(StepRow(r.request, r.attempt, r.tokens, tuple(r.pages)) for r in batch)))
+
+    def _grow(self, r: _Request, actions: list[DecodeAction]) -> bool:
+        """A page for the token to compute; False if the request must sit this step out."""
+        if len(r.pages) * self._block_tokens >= r.tokens:
+            return True
+        if not self.pool.can_allocate(1):
+            # Pages of who is leaving come free soon, and who is loading can be asked to leave once it runs.
+            waits = any(o.state in (_State.DRAINING, _State.LOADING) for o in self._requests.values())
+            if not waits and len(self._running()) > 1:
+                self.preemptions += 1
+                self._drain(max(self._running(), key=_precedence), Ending.PREEMPTED, actions)
+            return False
+        r.pages += self.pool.allocate(1)
+        return True
+
+    def _running(self) -> list[_Request]:
+        return [r for r in self._requests.values() if r.state is _State.RUNNING]
+
+    def _stepped(self, event: Stepped, actions: list[DecodeAction]) -> None:
+        batch, self._stepping = self._stepping, ()
+        finished = set(event.finished)
+        for r in batch:
+            if event.failed:
+                self._drain(r, Ending.DROPPED, actions)
+                continue
+            r.tokens += 1
+            if r.ending is not None:
+                self._drain(r, r.ending, actions)
+            elif r.request in finished:
+                self._drain(r, Ending.FINISHED, actions)
+
+    def _end(self, r: _Request | None, ending: Ending, actions: list[DecodeAction]) -> None:
+        if r is None or r.state is _State.DRAINING:
+            return
+        if r.state in (_State.AWAITING, _State.READY):
+            del self._requests[r.request]
+            actions.append(Drain(r.request, r.attempt, r.tokens, (), ending))
+        elif r.state is _State.LOADING or r in self._stepping:
+            r.ending = ending
+        else:
+            self._drain(r, ending, actions)
+
+    def _drain(self, r: _Request, ending: Ending, actions: list[DecodeAction]) -> None:
+        r.state = _State.DRAINING
+        r.ending = ending
+        actions.append(Drain(r.request, r.attempt, r.tokens, tuple(r.pages), ending))
+
+    def check_integrity(self) -> None:
+        self.pool.check_integrity()
+        held = [page for r in self._requests.values() for page in r.pages]
+        assert len(held) == len(set(held)) == self.pool.used
+        for r in self._requests.values():
+            assert bool(r.pages) == (r.state in (_State.LOADING, _State.RUNNING, _State.DRAINING))
+        assert all(self._requests.get(r.request) is r and r.state is _State.RUNNING for r in self._stepping)
+
+
+def _precedence(r: _Request) -> tuple[int, int]:
+    """Sorts who keeps its pages first: higher rank, then earlier hand-over."""
+    return (-r.rank, r.serial)

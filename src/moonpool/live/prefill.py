@@ -1,0 +1,373 @@
+"""The prefill worker: drives `core.prefill.PrefillInstance` with a real engine, node and Messenger."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from moonpool.core import prefill as core
+from moonpool.core.actions import Cancel
+from moonpool.core.events import Finished, PrefillDone, PrefillFailed, Registered, Reported
+from moonpool.core.vocabulary import Capacity, PartId, PartKind, RequestId
+from moonpool.engine.engine import Draw, Engine, Row
+from moonpool.errors import MoonpoolError, PeerUnavailable
+from moonpool.live.sink import Sink, copy_in
+from moonpool.live.worker import Endings, WorkerLife
+from moonpool.messenger.tcp import TcpMessenger
+from moonpool.wire.link import Link
+from moonpool.wire.messages import Abandon, Envelope, HandOver, PrefillOrder, TokenOut, Tokens, Work
+
+log = logging.getLogger(__name__)
+
+
+class PrefillConfig(Struct, frozen=True):
+    served_model: str
+    node: PartId | None = None
+    """None: the only node on this host."""
+    chunk_tokens: int = 512
+    """Most tokens of one step; several prompts share a step."""
+    queue_bound: int = 256
+    token: str | None = None
+    """The cluster's."""
+
+
+async def run_prefill(link: Link, conductor: str, config: PrefillConfig, engine: Engine) -> None:
+    """Join the cluster and serve until cancelled or until the node is gone."""
+    worker = PrefillWorker(link, conductor, config, engine)
+    await worker.run()
+
+
+class _StepAborted(Exception):
+    """Nobody wants the running step any more."""
+
+
+@dataclass(slots=True)
+class _Job:
+    work: Work
+    arrived: float
+    tokens: list[int]
+    pages: tuple[int, ...] = ()
+    sink: Sink | None = None
+    loading: asyncio.Task[None] | None = None
+    handing: asyncio.Task[None] | None = None
+    load_seconds: float = 0.0
+    started: float = 0.0
+    compute_seconds: float = 0.0
+    cached_tokens: int = 0
+    dropped: bool = False
+    finish: str | None = None
+    """Set when the first token already ends the request."""
+    failure: str | None = None
+
+    @property
+    def id(self) -> tuple[RequestId, int]:
+        return self.work.request, self.work.attempt
+
+    def time_left(self) -> float:
+        return self.work.time_left - (time.monotonic() - self.arrived)
+
+
+@dataclass(slots=True)
+class _Totals:
+    prompts: int = 0
+    computed_tokens: int = 0
+    cached_tokens: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+    failures: int = 0
+    bytes_stored: int = 0
+
+
+class PrefillWorker:
+    def __init__(self, link: Link, conductor: str, config: PrefillConfig, engine: Engine) -> None:
+        self._config = config
+        self._engine = engine
+        self._block = engine.space.block_tokens
+        self._instance = core.PrefillInstance(
+            pages=engine.page_count,
+            block_tokens=self._block,
+            chunk_tokens=config.chunk_tokens,
+            queue_bound=config.queue_bound,
+        )
+        self._life = WorkerLife(link, conductor, config.node, self._describe, self._report, self._counters)
+        self._messenger = TcpMessenger(config.token)
+        self._jobs: dict[tuple[RequestId, int], _Job] = {}
+        self._ended = Endings()
+        self._totals = _Totals()
+        self._engine_thread = ThreadPoolExecutor(1, "engine")
+        self._store_thread = ThreadPoolExecutor(1, "store")
+
+    async def run(self) -> None:
+        try:
+            await self._life.run(self._hear)
+        finally:
+            self._engine_thread.shutdown(wait=False, cancel_futures=True)
+            self._store_thread.shutdown(wait=False, cancel_futures=True)
+            self._messenger.close()
+
+    # ---- what the cluster hears of this worker
+
+    def _describe(self, node: PartId | None) -> Registered:
+        return Registered(
+            kind=PartKind.PREFILL,
+            peer=self._life.link.me,
+            capacity=Capacity(
+                pages=self._engine.page_count,
+                slots=self._config.queue_bound,
+                context_tokens=self._engine.context_tokens,
+            ),
+            space=self._engine.space,
+            last_layer=self._engine.space.runs,
+            node=node,
+            model=self._config.served_model,
+        )
+
+    def _report(self) -> Reported:
+        return Reported(
+            id=self._life.link.me.id,
+            incarnation=self._life.link.me.incarnation,
+            queued=self._instance.queued,
+            pages_free=self._instance.pool.free,
+            context_tokens=self._instance.queued_tokens,
+        )
+
+    def _counters(self) -> dict[str, float]:
+        t = self._totals
+        return {
+            "prompts": t.prompts,
+            "computed_tokens": t.computed_tokens,
+            "cached_tokens": t.cached_tokens,
+            "steps": t.steps,
+            "step_seconds": t.step_seconds,
+            "failures": t.failures,
+            "bytes_stored": t.bytes_stored,
+            "bytes_sent": self._messenger.bytes_sent,
+            "transfers": self._messenger.transfers,
+            "transfer_failures": self._messenger.failures,
+            "pages_used": self._instance.pool.used,
+            "jobs": len(self._jobs),
+        }
+
+    # ---- what it hears
+
+    def _hear(self, envelope: Envelope) -> None:
+        match envelope.body:
+            case PrefillOrder(work):
+                self._order(work)
+            case Cancel(request, attempt):
+                self._drop_up_to(request, attempt)
+            case other:
+                log.warning("%s from %s is not for a prefill worker", type(other).__name__, envelope.sender.id)
+
+    def _order(self, work: Work) -> None:
+        if self._ended.has(work.request, work.attempt) or (work.request, work.attempt) in self._jobs:
+            return
+        self._drop_up_to(work.request, work.attempt - 1)
+        job = _Job(work, time.monotonic(), list(work.tokens))
+        self._jobs[job.id] = job
+        log.debug("request %s: %s attempt %d, %d tokens", work.label, *job.id, len(job.tokens))
+        self._feed(core.Ordered(*job.id, len(job.tokens)))
+
+    def _drop_up_to(self, request: RequestId, attempt: int) -> None:
+        self._ended.add(request, attempt)
+        for job in [j for j in self._jobs.values() if j.work.request == request and j.work.attempt <= attempt]:
+            self._drop(job)
+
+    def _drop(self, job: _Job) -> None:
+        job.dropped = True
+        if not job.pages:
+            del self._jobs[job.id]
+        self._feed(core.Dropped(*job.id))
+
+    def _feed(self, event: core.PrefillEvent) -> None:
+        for action in self._instance.handle(event, time.monotonic()):
+            match action:
+                case core.Load(request, attempt, pages):
+                    job = self._jobs[(request, attempt)]
+                    job.pages = pages
+                    job.loading = self._life.spawn(self._load(job))
+                case core.Step(chunks):
+                    self._life.spawn(self._step(chunks))
+                case core.Drain(request, attempt):
+                    self._life.spawn(self._drain(self._jobs[(request, attempt)]))
+                case core.Refuse(request, attempt, reason):
+                    job = self._jobs.pop((request, attempt))
+                    self._fail(job, reason)
+
+    # ---- one order's way
+
+    async def _load(self, job: _Job) -> None:
+        """Fetch, lease and copy what the pool has of the prefix; the rest will be computed."""
+        began = time.monotonic()
+        work = job.work
+        space = work.place.space
+        keys = work.keys[: (len(job.tokens) - 1) // self._block]
+        blocks = 0
+        try:
+            if (fetch := work.place.fetch) is not None:
+                wanted = keys[: fetch.first + fetch.count]
+                await asyncio.wrap_future(self._life.node.fetch(fetch.source, space, wanted, job.time_left()))
+            if keys and not job.dropped:
+                lease = await asyncio.wrap_future(self._life.node.lease(space, keys))
+                with lease:
+                    blocks = lease.count
+                    await asyncio.to_thread(copy_in, self._engine, lease.views[:blocks], job.pages)
+            job.sink = Sink(self._engine, self._life.node, self._life.here, self._messenger, work)
+            if not job.dropped:
+                await job.sink.open(blocks)
+        except MoonpoolError as e:
+            job.failure = str(e)
+            self._drop(job)
+            return
+        if blocks and not job.dropped:
+            first = range(blocks)
+            job.sink.after(self._store_thread.submit(self._store_hits, job, list(zip(first, job.pages, strict=False))))
+        job.cached_tokens = blocks * self._block
+        job.load_seconds = time.monotonic() - began
+        self._feed(core.Loaded(*job.id, blocks))
+
+    def _store_hits(self, job: _Job, blocks: list[tuple[int, int]]) -> None:
+        """Blocks that were hits here but that the decode node lacks."""
+        assert job.sink is not None
+        for layer in range(self._engine.space.runs):
+            if job.dropped:
+                return
+            job.sink.store_blocks(layer, blocks, job.time_left())
+
+    async def _step(self, chunks: tuple[core.Chunk, ...]) -> None:
+        jobs = [self._jobs[(c.request, c.attempt)] for c in chunks]
+        loop = asyncio.get_running_loop()
+        began = time.monotonic()
+        for job in jobs:
+            job.started = job.started or began
+        try:
+            draws = await loop.run_in_executor(self._engine_thread, self._compute, chunks, jobs)
+        except _StepAborted:
+            draws = [None] * len(chunks)
+        except Exception as e:
+            log.exception("a prefill step failed")
+            for job in jobs:
+                job.failure = f"the engine failed: {e}"
+            self._feed(core.StepDone(failed=True))
+            return
+        seconds = time.monotonic() - began
+        self._totals.steps += 1
+        self._totals.step_seconds += seconds
+        for chunk, job, draw in zip(chunks, jobs, draws, strict=True):
+            job.compute_seconds += seconds
+            self._totals.computed_tokens += chunk.count
+            if draw is not None and not job.dropped:
+                self._first_token(job, draw)
+        self._feed(core.StepDone())
+
+    def _compute(self, chunks: tuple[core.Chunk, ...], jobs: list[_Job]) -> list[Draw | None]:
+        """On the engine's thread."""
+        for chunk, job in zip(chunks, jobs, strict=True):
+            for page in job.pages[-(-chunk.start // self._block) : -(-(chunk.start + chunk.count) // self._block)]:
+                self._engine.clear(page)
+        rows = [
+            Row(
+                tokens=job.tokens,
+                prompt_tokens=job.work.prompt_tokens,
+                start=chunk.start,
+                count=chunk.count,
+                pages=job.pages,
+                sampling=job.work.sampling if chunk.last else None,
+            )
+            for chunk, job in zip(chunks, jobs, strict=True)
+        ]
+
+        def on_layer(layer: int) -> None:
+            if all(job.dropped for job in jobs):
+                raise _StepAborted
+            for chunk, job in zip(chunks, jobs, strict=True):
+                if not job.dropped and job.sink is not None:
+                    job.sink.after(self._store_thread.submit(self._store_layer, job, chunk, layer))
+
+        return self._engine.step(rows, on_layer)
+
+    def _store_layer(self, job: _Job, chunk: core.Chunk, layer: int) -> None:
+        """On the store thread: the runs that this chunk has completed in this layer."""
+        assert job.sink is not None
+        if job.dropped:
+            return
+        end = chunk.start + chunk.count
+        done = range(chunk.start // self._block, end // self._block)
+        if done:
+            job.sink.store_blocks(layer, [(i, job.pages[i]) for i in done], job.time_left())
+        if chunk.last and end % self._block:
+            job.sink.store_tail(layer, job.pages[end // self._block], end % self._block, job.time_left())
+
+    def _first_token(self, job: _Job, draw: Draw) -> None:
+        """The prompt is computed: the token to the gateway, the request to its decode worker, the facts to the Conductor."""
+        work = job.work
+        position = len(job.tokens) - work.prompt_tokens
+        if draw.is_end:
+            job.finish = "stop"
+        elif position + 1 >= work.sampling.max_tokens:
+            job.finish = "length"
+        token = TokenOut(
+            work.request,
+            work.attempt,
+            position,
+            draw.token,
+            draw.logprob,
+            tuple(draw.top),
+            job.finish,
+            job.cached_tokens,
+        )
+        self._life.link.post(work.gateway, Tokens((token,)))
+        self._totals.prompts += 1
+        self._totals.cached_tokens += job.cached_tokens
+        computed = len(job.tokens) - job.cached_tokens
+        job.tokens.append(draw.token)
+        if job.finish is None:
+            handed = replace(work, tokens=tuple(job.tokens), time_left=job.time_left())
+            job.handing = self._life.spawn(self._hand_over(job, HandOver(handed, self._life.link.me, job.cached_tokens)))
+        queue_seconds = job.started - job.arrived - job.load_seconds
+        self._life.tell(
+            PrefillDone(*job.id, self._life.link.me.id, computed, job.cached_tokens, queue_seconds, job.compute_seconds)
+        )
+        log.info(
+            "request %s: %s attempt %d prefilled %d tokens (%d cached) in %.3f s",
+            work.label,
+            *job.id,
+            computed,
+            job.cached_tokens,
+            job.compute_seconds,
+        )
+
+    async def _hand_over(self, job: _Job, order: HandOver) -> None:
+        try:
+            await self._life.link.send(job.work.place.decode, order)
+        except PeerUnavailable as e:
+            job.failure = str(e)
+
+    async def _drain(self, job: _Job) -> None:
+        if running := [task for task in (job.loading, job.handing) if task is not None]:
+            await asyncio.wait(running)
+        problem = await job.sink.drain() if job.sink is not None else None
+        self._jobs.pop(job.id, None)
+        self._ended.add(*job.id)
+        if job.sink is not None:
+            self._totals.bytes_stored += job.sink.bytes_stored
+        failure = job.failure or (None if job.dropped else problem)
+        if failure is not None:
+            self._life.link.post(job.work.place.decode, Abandon(*job.id))
+            self._fail(job, failure)
+        elif job.finish is not None and not job.dropped:
+            output = len(job.tokens) - job.work.prompt_tokens
+            self._life.tell(Finished(*job.id, self._life.link.me.id, output, job.finish))
+        self._feed(core.KvStored(*job.id))
+
+    def _fail(self, job: _Job, reason: str) -> None:
+        self._totals.failures += 1
+        self._ended.add(*job.id)
+        log.warning("request %s: %s attempt %d gave up: %s", job.work.label, *job.id, reason)
+        self._life.tell(PrefillFailed(*job.id, self._life.link.me.id, reason))

@@ -1,0 +1,171 @@
+"""Where the KV of one prompt goes while it is computed (PAPER §3, layer-wise prefill).
+
+Decode on the same node: straight into the room that the request holds there, where decode will read it; once complete the
+blocks are ordinary cached blocks. Decode on another node: over Messenger into the room there, and into this node's pool as
+far as it has space.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Sequence
+
+import xxhash
+
+from moonpool.core.vocabulary import BlockKey, NodePeer
+from moonpool.engine.engine import Bytes, Engine
+from moonpool.errors import MoonpoolError
+from moonpool.messenger.tcp import RoomWrite, TcpMessenger
+from moonpool.store.client import NodeClient, Room, RoomContents
+from moonpool.wire.messages import Work
+
+TAIL = -1
+"""The index of a prompt's partial last block."""
+
+
+def copy_in(engine: Engine, views: Sequence[Bytes], pages: Sequence[int]) -> None:
+    """Whole blocks of the arena into the engine's pages; blocking, for a thread."""
+    run_bytes = engine.space.run_bytes
+    for view, page in zip(views, pages, strict=False):
+        for layer in range(engine.space.runs):
+            engine.run(layer, page)[:] = view[layer * run_bytes : (layer + 1) * run_bytes]
+
+
+def copy_in_room(engine: Engine, contents: RoomContents, tokens: int, pages: Sequence[int]) -> None:
+    """The KV of `tokens` tokens into the engine's pages: whole blocks, then the tail's valid tokens; blocking."""
+    blocks, tail = contents.blocks, contents.tail
+    copy_in(engine, blocks, pages)
+    for page in pages[len(blocks) :]:
+        engine.clear(page)
+    if tail is None:
+        return
+    rest = tokens - len(blocks) * engine.space.block_tokens
+    run_bytes = engine.space.tail_run_bytes(rest)
+    for layer in range(engine.space.runs):
+        keys, values = engine.tail_runs(layer, pages[len(blocks)], rest)
+        start = layer * run_bytes
+        keys[:] = tail[start : start + keys.nbytes]
+        values[:] = tail[start + keys.nbytes : start + run_bytes]
+
+
+async def keep(engine: Engine, node: NodeClient, keys: Sequence[BlockKey], pages: Sequence[int]) -> int:
+    """Put the blocks of these keys, which lie in the first pages, into the node's pool as far as it has room.
+
+    Returns how many were new. Raises PoolError when the node refuses or is gone.
+    """
+    space = engine.space
+    room = await asyncio.wrap_future(node.open_room(space, keys))
+
+    def copy_out() -> int:
+        kept = 0
+        for index in range(len(keys)):
+            view = room.view(index)
+            if view is None:
+                continue
+            kept += 1
+            checksums = []
+            for layer in range(space.runs):
+                run = engine.run(layer, pages[index])
+                view[layer * space.run_bytes : (layer + 1) * space.run_bytes] = run
+                checksums.append(xxhash.xxh3_64_intdigest(run))
+            node.complete(room, [(index, 0, space.runs)], checksums)
+        return kept
+
+    try:
+        return await asyncio.to_thread(copy_out)
+    finally:
+        node.close_room(room)
+
+
+class Sink:
+    """`store_*` run on the store thread, everything else on the event loop."""
+
+    def __init__(self, engine: Engine, node: NodeClient, here: NodePeer, messenger: TcpMessenger, work: Work) -> None:
+        self._engine = engine
+        self._node = node
+        self._messenger = messenger
+        self._work = work
+        self._remote = "" if work.place.decode_node.id == here.id else work.place.decode_node.data_address
+        self._lacking = frozenset(work.place.lacking)
+        self._room: Room | None = None
+        self._stores: list[concurrent.futures.Future[None]] = []
+        self._writes: list[concurrent.futures.Future[None]] = []
+        self.bytes_stored = 0
+
+    async def open(self, hit_blocks: int) -> None:
+        """Raises PoolError if the room that decode waits for is gone. Space for caching is best effort."""
+        work = self._work
+        if not self._remote:
+            self._room = await asyncio.wrap_future(self._node.join_room(work.request, work.attempt))
+        elif len(work.keys) > hit_blocks:
+            self._room = await asyncio.wrap_future(self._node.open_room(work.place.space, work.keys))
+
+    def after(self, store: concurrent.futures.Future[None]) -> None:
+        """`drain` waits for this job of the store thread."""
+        self._stores.append(store)
+
+    def store_blocks(self, layer: int, blocks: Sequence[tuple[int, int]], time_left: float) -> None:
+        """Layer `layer` of these (block index, page) is final: copy and send it."""
+        space = self._work.place.space
+        writes: list[RoomWrite] = []
+        complete: list[tuple[int, int, int]] = []
+        checksums: list[int] = []
+        for index, page in blocks:
+            view = self._room.view(index) if self._room is not None else None
+            is_sent = bool(self._remote) and index in self._lacking
+            if view is None and not is_sent:
+                continue
+            run = self._engine.run(layer, page)
+            checksum = xxhash.xxh3_64_intdigest(run)
+            if view is not None:
+                view[layer * space.run_bytes : (layer + 1) * space.run_bytes] = run
+                self.bytes_stored += space.run_bytes
+                complete.append((index, layer, 1))
+                checksums.append(checksum)
+            if is_sent:
+                writes.append(self._write(index, layer, [run], checksum))
+        self._finish(complete, checksums, writes, time_left)
+
+    def store_tail(self, layer: int, page: int, tokens: int, time_left: float) -> None:
+        """Layer `layer` of the partial last block: only its valid tokens travel."""
+        keys, values = self._engine.tail_runs(layer, page, tokens)
+        digest = xxhash.xxh3_64(keys)
+        digest.update(values)
+        if self._remote:
+            self._finish([], [], [self._write(TAIL, layer, [keys, values], digest.intdigest())], time_left)
+        elif self._room is not None and self._room.tail is not None:
+            start = layer * self._work.place.space.tail_run_bytes(tokens)
+            middle = start + keys.nbytes
+            self._room.tail[start:middle] = keys
+            self._room.tail[middle : middle + values.nbytes] = values
+            self._finish([(TAIL, layer, 1)], [digest.intdigest()], [], time_left)
+
+    def _write(self, index: int, layer: int, buffers: list[Bytes], checksum: int) -> RoomWrite:
+        work = self._work
+        return RoomWrite(work.request, work.attempt, index, layer, 1, buffers, [checksum])
+
+    def _finish(
+        self,
+        complete: list[tuple[int, int, int]],
+        checksums: list[int],
+        writes: list[RoomWrite],
+        time_left: float,
+    ) -> None:
+        if complete and self._room is not None:
+            self._node.complete(self._room, complete, checksums)
+        if writes:
+            self._writes.append(self._messenger.write(self._remote, writes, time_left))
+
+    async def drain(self) -> str | None:
+        """Wait until no I/O touches the engine's pages. Returns why the KV did not arrive, or None."""
+        problem: str | None = None
+        for futures in (self._stores, self._writes):
+            for future in list(futures):
+                try:
+                    await asyncio.wrap_future(future)
+                except MoonpoolError as e:
+                    problem = problem or str(e)
+        if self._remote and self._room is not None:
+            self._node.close_room(self._room)
+        return problem

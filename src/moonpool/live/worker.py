@@ -1,0 +1,151 @@
+"""What prefill and decode workers share: finding their node, and remembering which attempts are over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+from moonpool.core.events import Event, Registered, Reported
+from moonpool.core.vocabulary import NodePeer, PartId, RequestId
+from moonpool.errors import ConfigError, MoonpoolError, PoolError
+from moonpool.store.client import NodeClient
+from moonpool.wire.link import Link
+from moonpool.wire.membership import Membership
+from moonpool.wire.messages import Envelope
+
+log = logging.getLogger(__name__)
+
+NODE_SECONDS = 60.0
+REMEMBERED_ENDINGS = 10_000
+
+
+class Endings:
+    """The newest attempt of each request that is over here: an order that comes late must not start it again."""
+
+    def __init__(self) -> None:
+        self._newest: OrderedDict[RequestId, int] = OrderedDict()
+
+    def add(self, request: RequestId, attempt: int) -> None:
+        self._newest[request] = max(attempt, self._newest.pop(request, 0))
+        if len(self._newest) > REMEMBERED_ENDINGS:
+            self._newest.popitem(last=False)
+
+    def has(self, request: RequestId, attempt: int) -> bool:
+        return attempt <= self._newest.get(request, 0)
+
+
+async def attach_to_node(
+    membership: Membership, link: Link, wanted: PartId | None, timeout: float = NODE_SECONDS
+) -> tuple[NodePeer, NodeClient]:
+    """Connect to the node named `wanted`, or to the only one whose socket is on this host.
+
+    Raises ConfigError when there is none within `timeout`.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout
+    while True:
+        nodes = membership.fleet.nodes if membership.fleet is not None else ()
+        here = [n for n in nodes if (wanted is None or n.id == wanted) and Path(n.socket_path).exists()]
+        if len(here) > 1:
+            names = ", ".join(n.id for n in here)
+            raise ConfigError(f"several nodes are on this host ({names}): say which with --node")
+        if here:
+            try:
+                client = await asyncio.to_thread(
+                    NodeClient.connect, here[0].socket_path, name=link.me.id, incarnation=link.me.incarnation
+                )
+            except (OSError, PoolError) as e:
+                log.info("node %s does not take this client yet: %s", here[0].id, e)
+            else:
+                return here[0], client
+        if loop.time() > deadline:
+            raise ConfigError(f"no node {wanted or 'on this host'} in the cluster within {timeout:g} s: start one first")
+        await asyncio.sleep(0.1)
+
+
+class WorkerLife:
+    """A worker's process in the cluster: membership, node, background tasks; ends when any of them breaks."""
+
+    def __init__(
+        self,
+        link: Link,
+        conductor: str,
+        wanted_node: PartId | None,
+        describe: Callable[[PartId | None], Registered],
+        report: Callable[[], Reported],
+        counters: Callable[[], dict[str, float]],
+    ) -> None:
+        self.link = link
+        self._wanted_node = wanted_node
+        self._here: NodePeer | None = None
+        self._node: NodeClient | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._membership = Membership(
+            link, conductor, lambda: describe(self._here.id if self._here is not None else None), report, counters
+        )
+
+    @property
+    def here(self) -> NodePeer:
+        assert self._here is not None, "orders come only after the worker has named its node"
+        return self._here
+
+    @property
+    def node(self) -> NodeClient:
+        assert self._node is not None, "orders come only after the worker has named its node"
+        return self._node
+
+    async def run(self, hear: Callable[[Envelope], None]) -> None:
+        """Join, attach to the node, feed messages to `hear` until something breaks or this is cancelled."""
+        loop = asyncio.get_running_loop()
+
+        async def listen() -> None:
+            while True:
+                envelope = await self.link.receive()
+                if not self._membership.heard(envelope):
+                    hear(envelope)
+
+        ears = asyncio.create_task(listen())
+        heart: asyncio.Task[None] | None = None
+        try:
+            await self._membership.join()
+            self._here, self._node = await attach_to_node(self._membership, self.link, self._wanted_node)
+            self._node.on_lost = lambda: loop.call_soon_threadsafe(
+                self._break, MoonpoolError("the node is gone, and this worker's arena with it")
+            )
+            self._membership.register_again()
+            heart = asyncio.create_task(self._membership.run())
+            log.info("ready on %s", self._here.id)
+            done, _ = await asyncio.wait((ears, heart, self._broken), return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for other in (ears, heart, *self._tasks):
+                if other is not None:
+                    other.cancel()
+            if self._node is not None:
+                self._node.on_lost = lambda: None
+                self._node.close()
+
+    def spawn(self, coroutine: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        """Run in the background; an exception in it ends the worker, because its state can no longer be trusted."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+        return task
+
+    def tell(self, event: Event) -> None:
+        """A fact for the Conductor."""
+        self.link.post(self._membership.conductor, event)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._break(error)
+
+    def _break(self, error: BaseException) -> None:
+        if not self._broken.done():
+            self._broken.set_exception(error)

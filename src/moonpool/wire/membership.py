@@ -1,0 +1,109 @@
+"""How a part joins the cluster and stays in it: registration, heartbeats, counters (docs/protocol.md)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from moonpool.core.actions import FleetChanged, RegisterAgain
+from moonpool.core.events import Registered, Reported
+from moonpool.core.vocabulary import Incarnation, PartId, Peer
+from moonpool.errors import ConfigError, PeerUnavailable
+from moonpool.wire.link import Link
+from moonpool.wire.messages import Counters, Envelope
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 0.5
+COUNTERS_EVERY = 2
+"""Heartbeats between two `Counters`."""
+ANSWER_SECONDS = 5.0
+JOIN_SECONDS = 60.0
+
+
+class Membership:
+    """One part's place in the cluster.
+
+    The owner runs `join`, then `run` beside its own receive loop, and gives every envelope to `heard`.
+    `conductor` is the Conductor's latest incarnation; a new one is registered with at once.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        conductor_address: str,
+        describe: Callable[[], Registered],
+        report: Callable[[], Reported],
+        counters: Callable[[], dict[str, float]],
+    ) -> None:
+        self._link = link
+        self._describe = describe
+        self._report = report
+        self._counters = counters
+        self._answered = asyncio.Event()
+        self.conductor = Peer(PartId("conductor"), Incarnation(""), conductor_address)
+        self.fleet: FleetChanged | None = None
+        self.on_joined: Callable[[], None] | None = None
+        """Called after each registration that the Conductor answered (nodes announce their blocks then)."""
+
+    async def join(self, timeout: float = JOIN_SECONDS) -> None:
+        """Register and wait for the answer. Raises ConfigError when none comes."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        while not self._answered.is_set() and loop.time() < deadline:
+            try:
+                await self._link.send(self._whoever_conducts, self._describe())
+                await asyncio.wait_for(self._answered.wait(), min(ANSWER_SECONDS, max(0.1, deadline - loop.time())))
+            except (PeerUnavailable, TimeoutError):
+                continue
+        if not self._answered.is_set():
+            raise ConfigError(
+                f"no Conductor answered at {self.conductor.address} within {timeout:g} s: "
+                "it is not running there, or its cluster token is another one"
+            )
+
+    async def run(self) -> None:
+        """Heartbeats until cancelled."""
+        beat = 0
+        while True:
+            self._link.post(self._whoever_conducts, self._report())
+            if beat % COUNTERS_EVERY == 0:
+                me = self._link.me
+                self._link.post(self._whoever_conducts, Counters(me.id, me.incarnation, self._counters()))
+            beat += 1
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+
+    def heard(self, envelope: Envelope) -> bool:
+        """True if the message was for the membership itself."""
+        match envelope.body:
+            case FleetChanged():
+                self.fleet = envelope.body
+                is_new = envelope.sender.incarnation != self.conductor.incarnation
+                if is_new:
+                    known_before = bool(self.conductor.incarnation)
+                    self.conductor = Peer(envelope.sender.id, envelope.sender.incarnation, self.conductor.address)
+                    if known_before:
+                        log.info("the Conductor has a new incarnation")
+                if is_new or not self._answered.is_set():
+                    self._answered.set()
+                    if self.on_joined is not None:
+                        self.on_joined()
+                return True
+            case RegisterAgain():
+                log.info("the Conductor does not know this part: registering again")
+                self.conductor = Peer(envelope.sender.id, envelope.sender.incarnation, self.conductor.address)
+                self._answered.clear()
+                self.register_again()
+                return True
+            case _:
+                return False
+
+    def register_again(self) -> None:
+        """Tell the Conductor what this part is now (its description has changed, or was asked for)."""
+        self._link.post(self._whoever_conducts, self._describe())
+
+    @property
+    def _whoever_conducts(self) -> Peer:
+        """Heartbeats must reach a restarted Conductor too: it answers with `RegisterAgain`."""
+        return Peer(self.conductor.id, Incarnation(""), self.conductor.address)

@@ -1,0 +1,187 @@
+"""The prefill instance against a brute-force account of who holds which page."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from moonpool.core.prefill import (
+    Chunk,
+    Drain,
+    Dropped,
+    KvStored,
+    Load,
+    Loaded,
+    Ordered,
+    PrefillAction,
+    PrefillEvent,
+    PrefillInstance,
+    Refuse,
+    Step,
+    StepDone,
+)
+from moonpool.core.vocabulary import RequestId
+
+BLOCK = 4
+
+
+def instance(pages: int = 8, chunk: int = 6, bound: int = 4) -> PrefillInstance:
+    return PrefillInstance(pages=pages, block_tokens=BLOCK, chunk_tokens=chunk, queue_bound=bound)
+
+
+def rid(n: int) -> RequestId:
+    return RequestId(f"r{n}")
+
+
+def test_one_prompt_is_loaded_computed_in_chunks_and_drained() -> None:
+    p = instance()
+    assert p.handle(Ordered(rid(1), 1, 17), 0.0) == (Load(rid(1), 1, (0, 1, 2, 3, 4)),)
+    assert p.handle(Loaded(rid(1), 1, 2), 0.0) == (Step((Chunk(rid(1), 1, 8, 6, False),)),)
+    assert p.handle(StepDone(), 0.0) == (Step((Chunk(rid(1), 1, 14, 3, True),)),)
+    assert p.handle(StepDone(), 0.0) == (Drain(rid(1), 1),)
+    assert p.pool.used == 5, "stores may still read the pages"
+    assert p.handle(KvStored(rid(1), 1), 0.0) == ()
+    assert p.pool.used == 0
+
+
+def test_short_prompts_share_a_step() -> None:
+    p = instance()
+    p.handle(Ordered(rid(1), 1, 9), 0.0)
+    p.handle(Ordered(rid(2), 1, 2), 0.0)
+    p.handle(Ordered(rid(3), 1, 2), 0.0)
+    first = p.handle(Loaded(rid(1), 1, 0), 0.0)
+    assert first == (Step((Chunk(rid(1), 1, 0, 6, False),)),)
+    assert p.handle(Loaded(rid(2), 1, 0), 0.0) == ()
+    assert p.handle(Loaded(rid(3), 1, 0), 0.0) == ()
+    second = p.handle(StepDone(), 0.0)
+    assert second == (Step((Chunk(rid(1), 1, 6, 3, True), Chunk(rid(2), 1, 0, 2, True), Chunk(rid(3), 1, 0, 1, False))),)
+
+
+def test_a_prompt_dropped_mid_step_keeps_its_pages_until_the_step_and_its_stores_end() -> None:
+    p = instance()
+    p.handle(Ordered(rid(1), 1, 17), 0.0)
+    p.handle(Loaded(rid(1), 1, 0), 0.0)
+    assert p.handle(Dropped(rid(1), 1), 0.0) == ()
+    assert p.pool.used == 5
+    assert p.handle(StepDone(), 0.0) == (Drain(rid(1), 1),)
+    p.handle(KvStored(rid(1), 1), 0.0)
+    assert p.pool.used == 0
+
+
+def test_what_cannot_fit_is_refused_by_name() -> None:
+    p = instance(pages=4, bound=1)
+    (refusal,) = p.handle(Ordered(rid(1), 1, 17), 0.0)
+    assert isinstance(refusal, Refuse)
+    assert "5 pages" in refusal.reason
+    assert "has 4" in refusal.reason
+    p.handle(Ordered(rid(2), 1, 4), 0.0)
+    (refusal,) = p.handle(Ordered(rid(3), 1, 4), 0.0)
+    assert isinstance(refusal, Refuse)
+    assert "1 prompts wait" in refusal.reason
+
+
+class PrefillMachine(RuleBasedStateMachine):
+    """Any order of events: no page has two owners, every order ends, nothing stays behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = instance()
+        self.next = 0
+        self.loading: list[tuple[RequestId, int]] = []
+        self.draining: list[tuple[RequestId, int]] = []
+        self.owner: dict[int, RequestId] = {}
+        self.pages: dict[RequestId, tuple[int, ...]] = {}
+        self.tokens: dict[RequestId, int] = {}
+        self.computed: dict[RequestId, int] = {}
+        self.step: Step | None = None
+        self.open: set[RequestId] = set()
+
+    def feed(self, event: PrefillEvent) -> None:
+        for action in self.p.handle(event, 0.0):
+            self.follow(action)
+
+    def follow(self, action: PrefillAction) -> None:
+        match action:
+            case Load(request, attempt, pages):
+                for page in pages:
+                    assert page not in self.owner, "a page in use was given out again"
+                    self.owner[page] = request
+                self.pages[request] = pages
+                self.loading.append((request, attempt))
+            case Step(chunks):
+                assert self.step is None
+                assert sum(c.count for c in chunks) <= 6
+                for c in chunks:
+                    assert c.start == self.computed[c.request], "tokens computed twice or skipped"
+                    self.computed[c.request] += c.count
+                    assert c.last == (self.computed[c.request] == self.tokens[c.request])
+                self.step = action
+            case Drain(request, attempt):
+                self.draining.append((request, attempt))
+            case Refuse(request, _, _):
+                self.open.discard(request)
+
+    @rule(tokens=st.integers(1, 40))
+    def order(self, tokens: int) -> None:
+        self.next += 1
+        self.tokens[rid(self.next)] = tokens
+        self.computed[rid(self.next)] = 0
+        self.open.add(rid(self.next))
+        self.feed(Ordered(rid(self.next), 1, tokens))
+
+    @precondition(lambda self: self.loading)
+    @rule(data=st.data())
+    def load(self, data: st.DataObject) -> None:
+        request, attempt = self.loading.pop(data.draw(st.integers(0, len(self.loading) - 1)))
+        blocks = data.draw(st.integers(0, (self.tokens[request] - 1) // BLOCK))
+        self.computed[request] = blocks * BLOCK
+        self.feed(Loaded(request, attempt, blocks))
+
+    @precondition(lambda self: self.step)
+    @rule(failed=st.booleans())
+    def end_step(self, failed: bool) -> None:
+        self.step = None
+        self.feed(StepDone(failed))
+
+    @precondition(lambda self: self.draining)
+    @rule(data=st.data())
+    def stored(self, data: st.DataObject) -> None:
+        request, attempt = self.draining.pop(data.draw(st.integers(0, len(self.draining) - 1)))
+        for page in self.pages.pop(request):
+            del self.owner[page]
+        self.open.discard(request)
+        self.feed(KvStored(request, attempt))
+
+    @precondition(lambda self: self.next)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        request = rid(data.draw(st.integers(1, self.next)))
+        if request not in self.pages:
+            self.open.discard(request)
+        self.feed(Dropped(request, 1))
+
+    @invariant()
+    def sound(self) -> None:
+        self.p.check_integrity()
+        assert self.p.pool.used == len(self.owner)
+
+    def teardown(self) -> None:
+        for _ in range(1000):
+            if self.loading:
+                self.feed(Loaded(*self.loading.pop(), 0))
+            elif self.step is not None:
+                self.end_step(False)
+            elif self.draining:
+                request, attempt = self.draining.pop()
+                for page in self.pages.pop(request):
+                    del self.owner[page]
+                self.open.discard(request)
+                self.feed(KvStored(request, attempt))
+            else:
+                break
+        assert not self.open, "an order was forgotten"
+        assert self.p.pool.used == 0
+        assert self.p.queued == 0
+
+
+TestPrefillMachine = PrefillMachine.TestCase
