@@ -6,9 +6,9 @@ A pure state machine, driven by `live/decode.py` and the simulator. A request is
         |         |         |          |  ^
         +---------+-> gone  +----------+--+   dropped / stopped / finished / preempted
 
-`awaiting`: its KV is on the way to this node; `ready`: it is all there, pages and a slot are not. Requests that are ready
-join in the order they were handed over. The newest of the lowest rank is preempted when a running one needs a page and
-none is free (DESIGN §4.6); the oldest of the highest rank never is, so somebody always gets done.
+`awaiting`: its KV is on the way to this node; `ready`: it is all there, pages and a slot are not. Requests that are
+ready join in the order they were handed over. The newest of the lowest rank is preempted when a running one needs a
+page and none is free (DESIGN §4.6); the oldest of the highest rank never is, so somebody always gets done.
 """
 
 from __future__ import annotations
@@ -235,11 +235,9 @@ class DecodeInstance:
     def _start_step(self, actions: list[DecodeAction]) -> None:
         if self._stepping:
             return
-        batch: list[_Request] = []
-        # Oldest first: when pages run out it is the newest that give way.
-        for r in sorted(self._running(), key=_precedence):
-            if r.state is _State.RUNNING and self._grow(r, actions):
-                batch.append(r)
+        # Oldest first: when pages run out it is the newest that give way, so they run no more when their turn comes.
+        candidates = sorted(self._running(), key=_precedence)
+        batch = [r for r in candidates if r.state is _State.RUNNING and self._grow(r, actions)]
         if batch:
             self._stepping = tuple(batch)
             actions.append(Step(tuple(StepRow(r.request, r.attempt, r.tokens, tuple(r.pages)) for r in batch)))

@@ -94,7 +94,7 @@ class RequestCancelled(Struct, frozen=True, tag=True):
 
 
 class RoomConfirmed(Struct, frozen=True, tag=True):
-    """The decode node holds room for the whole prompt; `lacking` are the indices of the whole blocks it has no bytes of."""
+    """The decode node holds room for the whole prompt; of the whole blocks `lacking` it has no bytes."""
 
     node: PartId
     incarnation: Incarnation

@@ -43,7 +43,7 @@ async def run_prefill(link: Link, conductor: str, config: PrefillConfig, engine:
     await worker.run()
 
 
-class _StepAborted(Exception):
+class _StepAbortedError(Exception):
     """Nobody wants the running step any more."""
 
 
@@ -248,7 +248,7 @@ class PrefillWorker:
             job.started = job.started or began
         try:
             draws = await loop.run_in_executor(self._engine_thread, self._compute, chunks, jobs)
-        except _StepAborted:
+        except _StepAbortedError:
             draws = [None] * len(chunks)
         except Exception as e:
             log.exception("a prefill step failed")
@@ -285,7 +285,7 @@ class PrefillWorker:
 
         def on_layer(layer: int) -> None:
             if all(job.dropped for job in jobs):
-                raise _StepAborted
+                raise _StepAbortedError
             for chunk, job in zip(chunks, jobs, strict=True):
                 if not job.dropped and job.sink is not None:
                     job.sink.after(self._store_thread.submit(self._store_layer, job, chunk, layer))
@@ -305,7 +305,7 @@ class PrefillWorker:
             job.sink.store_tail(layer, job.pages[end // self._block], end % self._block, job.time_left())
 
     def _first_token(self, job: _Job, draw: Draw) -> None:
-        """The prompt is computed: the token to the gateway, the request to its decode worker, the facts to the Conductor."""
+        """The token to the gateway, the request to its decode worker, the facts to the Conductor."""
         work = job.work
         position = len(job.tokens) - work.prompt_tokens
         if draw.is_end:
@@ -329,7 +329,9 @@ class PrefillWorker:
         job.tokens.append(draw.token)
         if job.finish is None:
             handed = replace(work, tokens=tuple(job.tokens), time_left=job.time_left())
-            job.handing = self._life.spawn(self._hand_over(job, HandOver(handed, self._life.link.me, job.cached_tokens)))
+            job.handing = self._life.spawn(
+                self._hand_over(job, HandOver(handed, self._life.link.me, job.cached_tokens))
+            )
         queue_seconds = job.started - job.arrived - job.load_seconds
         self._life.tell(
             PrefillDone(*job.id, self._life.link.me.id, computed, job.cached_tokens, queue_seconds, job.compute_seconds)

@@ -1,8 +1,8 @@
 """Where the KV of one prompt goes while it is computed (PAPER §3, layer-wise prefill).
 
-Decode on the same node: straight into the room that the request holds there, where decode will read it; once complete the
-blocks are ordinary cached blocks. Decode on another node: over Messenger into the room there, and into this node's pool as
-far as it has space.
+Decode on the same node: straight into the room that the request holds there, where decode will read it; once complete
+the blocks are ordinary cached blocks. Decode on another node: over Messenger into the room there, and into this node's
+pool as far as it has space.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ async def keep(engine: Engine, node: NodeClient, keys: Sequence[BlockKey], pages
             for layer in range(space.runs):
                 run = engine.run(layer, pages[index])
                 view[layer * space.run_bytes : (layer + 1) * space.run_bytes] = run
-                checksums.append(xxhash.xxh3_64_intdigest(run))
+                checksums.append(xxhash.xxh3_64_intdigest(run.data))
             node.complete(room, [(index, 0, space.runs)], checksums)
         return kept
 
@@ -117,7 +117,7 @@ class Sink:
             if view is None and not is_sent:
                 continue
             run = self._engine.run(layer, page)
-            checksum = xxhash.xxh3_64_intdigest(run)
+            checksum = xxhash.xxh3_64_intdigest(run.data)
             if view is not None:
                 view[layer * space.run_bytes : (layer + 1) * space.run_bytes] = run
                 self.bytes_stored += space.run_bytes
@@ -130,8 +130,8 @@ class Sink:
     def store_tail(self, layer: int, page: int, tokens: int, time_left: float) -> None:
         """Layer `layer` of the partial last block: only its valid tokens travel."""
         keys, values = self._engine.tail_runs(layer, page, tokens)
-        digest = xxhash.xxh3_64(keys)
-        digest.update(values)
+        digest = xxhash.xxh3_64(keys.data)
+        digest.update(values.data)
         if self._remote:
             self._finish([], [], [self._write(TAIL, layer, [keys, values], digest.intdigest())], time_left)
         elif self._room is not None and self._room.tail is not None:

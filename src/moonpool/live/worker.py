@@ -48,7 +48,7 @@ async def attach_to_node(
     deadline = loop.time() + timeout
     while True:
         nodes = membership.fleet.nodes if membership.fleet is not None else ()
-        here = [n for n in nodes if (wanted is None or n.id == wanted) and Path(n.socket_path).exists()]
+        here = [n for n in nodes if (wanted is None or n.id == wanted) and _is_here(n)]
         if len(here) > 1:
             names = ", ".join(n.id for n in here)
             raise ConfigError(f"several nodes are on this host ({names}): say which with --node")
@@ -62,8 +62,14 @@ async def attach_to_node(
             else:
                 return here[0], client
         if loop.time() > deadline:
-            raise ConfigError(f"no node {wanted or 'on this host'} in the cluster within {timeout:g} s: start one first")
+            raise ConfigError(
+                f"no node {wanted or 'on this host'} in the cluster within {timeout:g} s: start one first"
+            )
         await asyncio.sleep(0.1)
+
+
+def _is_here(node: NodePeer) -> bool:
+    return Path(node.socket_path).exists()
 
 
 class WorkerLife:

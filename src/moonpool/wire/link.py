@@ -56,7 +56,7 @@ class Link:
         await self._outbox(to.address).put(self._encode(to, body))
 
     def post(self, to: Peer, body: Message) -> None:
-        """Send in the background; a peer that cannot be reached is logged. For messages whose loss is an answer by itself."""
+        """Send in the background; a peer that cannot be reached is logged: for messages whose loss is an answer."""
         self._outbox(to.address).put_later(self._encode(to, body), type(body).__name__)
 
     async def receive(self) -> Envelope:

@@ -121,18 +121,7 @@ class Description(Struct, frozen=True, tag=True):
     state: bytes
 
 
-Message = (
-    Event
-    | Action
-    | PrefillOrder
-    | HandOver
-    | Abandon
-    | Stop
-    | Tokens
-    | Counters
-    | Describe
-    | Description
-)
+Message = Event | Action | PrefillOrder | HandOver | Abandon | Stop | Tokens | Counters | Describe | Description
 
 
 class Envelope(Struct, frozen=True):

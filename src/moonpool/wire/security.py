@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+from typing import Any
 
 import zmq
 from zmq.utils import z85
@@ -44,14 +45,14 @@ def data_key(token: str | None) -> bytes:
     return _derive(token or "", "data")
 
 
-def secure_server(socket: zmq.Socket[bytes], token: str | None) -> None:
+def secure_server(socket: zmq.Socket[Any], token: str | None) -> None:
     if token is not None:
         public, secret = _curve_pair(token, "server")
         socket.curve_publickey, socket.curve_secretkey = public, secret
         socket.curve_server = True
 
 
-def secure_client(socket: zmq.Socket[bytes], token: str | None) -> None:
+def secure_client(socket: zmq.Socket[Any], token: str | None) -> None:
     if token is not None:
         socket.curve_serverkey = _curve_pair(token, "server")[0]
         socket.curve_publickey, socket.curve_secretkey = _curve_pair(token, "client")
