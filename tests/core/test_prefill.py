@@ -54,7 +54,9 @@ def test_short_prompts_share_a_step() -> None:
     assert p.handle(Loaded(rid(2), 1, 0), 0.0) == ()
     assert p.handle(Loaded(rid(3), 1, 0), 0.0) == ()
     second = p.handle(StepDone(), 0.0)
-    assert second == (Step((Chunk(rid(1), 1, 6, 3, True), Chunk(rid(2), 1, 0, 2, True), Chunk(rid(3), 1, 0, 1, False))),)
+    assert second == (
+        Step((Chunk(rid(1), 1, 6, 3, True), Chunk(rid(2), 1, 0, 2, True), Chunk(rid(3), 1, 0, 1, False))),
+    )
 
 
 def test_a_prompt_dropped_mid_step_keeps_its_pages_until_the_step_and_its_stores_end() -> None:

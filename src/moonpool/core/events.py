@@ -84,6 +84,8 @@ class RequestArrived(Struct, frozen=True, tag=True):
     time_left: float
     slo: Slo = Slo()
     priority: str = ""
+    label: str = ""
+    """The client's x-request-id, for logs."""
 
 
 class RequestCancelled(Struct, frozen=True, tag=True):

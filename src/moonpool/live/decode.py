@@ -20,7 +20,7 @@ from moonpool.engine.engine import Draw, Engine, Row
 from moonpool.errors import MoonpoolError
 from moonpool.live.sink import copy_in_room, keep
 from moonpool.live.worker import Endings, WorkerLife
-from moonpool.store.client import RoomContents
+from moonpool.store.views import RoomContents
 from moonpool.wire.link import Link
 from moonpool.wire.messages import Abandon, Envelope, HandOver, Stop, TokenOut, Tokens, Work
 

@@ -145,13 +145,11 @@ class PrefillWorker:
             "cached_tokens": t.cached_tokens,
             "steps": t.steps,
             "step_seconds": t.step_seconds,
-            "failures": t.failures,
+            "failed_prompts": t.failures,
             "bytes_stored": t.bytes_stored,
-            "bytes_sent": self._messenger.bytes_sent,
-            "transfers": self._messenger.transfers,
-            "transfer_failures": self._messenger.failures,
             "pages_used": self._instance.pool.used,
             "jobs": len(self._jobs),
+            **self._messenger.counters(),
         }
 
     # ---- what it hears

@@ -11,17 +11,14 @@ import asyncio
 import concurrent.futures
 from collections.abc import Sequence
 
-import xxhash
-
 from moonpool.core.vocabulary import BlockKey, NodePeer
 from moonpool.engine.engine import Bytes, Engine
 from moonpool.errors import MoonpoolError
-from moonpool.messenger.tcp import RoomWrite, TcpMessenger
-from moonpool.store.client import NodeClient, Room, RoomContents
+from moonpool.messenger.tcp import TcpMessenger
+from moonpool.messenger.transfer import TAIL, RoomWrite, checksum
+from moonpool.store.client import NodeClient
+from moonpool.store.views import Room, RoomContents
 from moonpool.wire.messages import Work
-
-TAIL = -1
-"""The index of a prompt's partial last block."""
 
 
 def copy_in(engine: Engine, views: Sequence[Bytes], pages: Sequence[int]) -> None:
@@ -60,15 +57,15 @@ async def keep(engine: Engine, node: NodeClient, keys: Sequence[BlockKey], pages
     def copy_out() -> int:
         kept = 0
         for index in range(len(keys)):
-            view = room.view(index)
-            if view is None:
+            if room.view(index) is None:
                 continue
             kept += 1
             checksums = []
             for layer in range(space.runs):
                 run = engine.run(layer, pages[index])
-                view[layer * space.run_bytes : (layer + 1) * space.run_bytes] = run
-                checksums.append(xxhash.xxh3_64_intdigest(run.data))
+                if (view := room.run(index, layer)) is not None:
+                    view[:] = run
+                checksums.append(checksum(run))
             node.complete(room, [(index, 0, space.runs)], checksums)
         return kept
 
@@ -107,43 +104,39 @@ class Sink:
 
     def store_blocks(self, layer: int, blocks: Sequence[tuple[int, int]], time_left: float) -> None:
         """Layer `layer` of these (block index, page) is final: copy and send it."""
-        space = self._work.place.space
         writes: list[RoomWrite] = []
         complete: list[tuple[int, int, int]] = []
         checksums: list[int] = []
         for index, page in blocks:
-            view = self._room.view(index) if self._room is not None else None
+            view = self._room.run(index, layer) if self._room is not None else None
             is_sent = bool(self._remote) and index in self._lacking
             if view is None and not is_sent:
                 continue
             run = self._engine.run(layer, page)
-            checksum = xxhash.xxh3_64_intdigest(run.data)
+            digest = checksum(run)
             if view is not None:
-                view[layer * space.run_bytes : (layer + 1) * space.run_bytes] = run
-                self.bytes_stored += space.run_bytes
+                view[:] = run
+                self.bytes_stored += run.nbytes
                 complete.append((index, layer, 1))
-                checksums.append(checksum)
+                checksums.append(digest)
             if is_sent:
-                writes.append(self._write(index, layer, [run], checksum))
+                writes.append(self._write(index, layer, [run], digest))
         self._finish(complete, checksums, writes, time_left)
 
     def store_tail(self, layer: int, page: int, tokens: int, time_left: float) -> None:
         """Layer `layer` of the partial last block: only its valid tokens travel."""
         keys, values = self._engine.tail_runs(layer, page, tokens)
-        digest = xxhash.xxh3_64(keys.data)
-        digest.update(values.data)
+        digest = checksum(keys, values)
         if self._remote:
-            self._finish([], [], [self._write(TAIL, layer, [keys, values], digest.intdigest())], time_left)
-        elif self._room is not None and self._room.tail is not None:
-            start = layer * self._work.place.space.tail_run_bytes(tokens)
-            middle = start + keys.nbytes
-            self._room.tail[start:middle] = keys
-            self._room.tail[middle : middle + values.nbytes] = values
-            self._finish([(TAIL, layer, 1)], [digest.intdigest()], [], time_left)
+            self._finish([], [], [self._write(TAIL, layer, [keys, values], digest)], time_left)
+        elif self._room is not None and (run := self._room.run(TAIL, layer)) is not None:
+            run[: keys.nbytes] = keys
+            run[keys.nbytes :] = values
+            self._finish([(TAIL, layer, 1)], [digest], [], time_left)
 
-    def _write(self, index: int, layer: int, buffers: list[Bytes], checksum: int) -> RoomWrite:
+    def _write(self, index: int, layer: int, buffers: list[Bytes], digest: int) -> RoomWrite:
         work = self._work
-        return RoomWrite(work.request, work.attempt, index, layer, 1, buffers, [checksum])
+        return RoomWrite(work.request, work.attempt, index, layer, 1, buffers, [digest])
 
     def _finish(
         self,
@@ -166,6 +159,6 @@ class Sink:
                     await asyncio.wrap_future(future)
                 except MoonpoolError as e:
                     problem = problem or str(e)
-        if self._remote and self._room is not None:
+        if self._room is not None:
             self._node.close_room(self._room)
         return problem

@@ -119,9 +119,13 @@ class WorkerLife:
         try:
             await self._membership.join()
             self._here, self._node = await attach_to_node(self._membership, self.link, self._wanted_node)
-            self._node.on_lost = lambda: loop.call_soon_threadsafe(
-                self._break, MoonpoolError("the node is gone, and this worker's arena with it")
-            )
+
+            def node_lost() -> None:
+                loop.call_soon_threadsafe(
+                    self._break, MoonpoolError("the node is gone, and this worker's arena with it")
+                )
+
+            self._node.on_lost = node_lost
             self._membership.register_again()
             heart = asyncio.create_task(self._membership.run())
             log.info("ready on %s", self._here.id)
@@ -133,7 +137,7 @@ class WorkerLife:
                 if other is not None:
                     other.cancel()
             if self._node is not None:
-                self._node.on_lost = lambda: None
+                self._node.on_lost = None
                 self._node.close()
 
     def spawn(self, coroutine: Coroutine[object, object, None]) -> asyncio.Task[None]:

@@ -1,0 +1,53 @@
+# Everything needs only Python 3.11 or later with pip and venv: each target sets up what it needs, once.
+# Paths are relative, so a checkout whose own path has spaces works too.
+
+PYTHON ?= python3
+ARGS ?=
+PY := .venv/bin/python -P
+INSTALLED := .venv/installed
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test check bench clean venv model format
+
+help:
+	@echo "make serve    serve SmolLM2-135M on http://127.0.0.1:8000   (ARGS='--nodes 2 --decode 2' and so on)"
+	@echo "make test     run the tests                                 (ARGS='tests/core -k directory')"
+	@echo "make check    formatting, lint, types, import rules"
+	@echo "make bench    measure this machine"
+	@echo "make clean    remove the virtual environment and caches (not the model)"
+
+serve: $(INSTALLED)
+	@exec $(PY) -m moonpool serve $(ARGS)
+
+test: $(INSTALLED) model
+	$(PY) -m pytest $(ARGS)
+
+check: $(INSTALLED)
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+
+bench: $(INSTALLED) model
+	$(PY) -m moonpool.bench $(ARGS)
+
+format: $(INSTALLED)
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
+model: $(INSTALLED)
+	@$(PY) -m moonpool pull smollm2
+
+venv: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "moonpool needs Python 3.11 or later; this is %s (choose another: make PYTHON=python3.12)" % sys.version.split()[0])'
+	@echo "setting up .venv (once; a few minutes on a new machine)"
+	$(PYTHON) -m venv --clear .venv
+	.venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt hatchling editables
+	.venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[engine,dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,333 @@
+"""The command. The only module that names concrete classes: here the parts are put together.
+
+Imports of what is heavy happen inside the commands, so that `moonpool --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moonpool import __version__
+from moonpool.command.flags import admin_key, with_flags
+from moonpool.config import Config
+from moonpool.core.vocabulary import PartId, Slo
+from moonpool.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moonpool.core.settings import ConductorConfig
+    from moonpool.engine.engine import Engine
+    from moonpool.live.process import Work
+    from moonpool.wire.link import Link
+
+app = typer.Typer(
+    help="Serve language models from prefill and decode pools around one shared KVCache.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+CLUSTER = ("model", "fleet", "pool", "batch", "front", "placement", "log")
+
+
+def main() -> None:
+    """Run the command. A user's mistake is one line on stderr and exit status 2."""
+    try:
+        status = app(standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        status = 130
+    except BrokenPipeError:
+        status = 1
+    except Exception as e:
+        status = _failed(e)
+    from moonpool.live.process import leave
+
+    leave(status if isinstance(status, int) else 0)
+
+
+@app.command()
+@with_flags(*CLUSTER)
+def serve(config: Config, token: str | None) -> int:
+    """Run a whole cluster on this machine: gateway, Conductor, nodes, prefill and decode workers."""
+    from moonpool.command.serve import serve as run
+
+    return run(config, token, _weights)
+
+
+@app.command(rich_help_panel="Parts, each started alone")
+@with_flags("part", "front", "model", "placement", "log", others=CLUSTER)
+def gateway(config: Config, token: str | None) -> int:
+    """A gateway; without --conductor it embeds the Conductor, which other parts then join at --control-port."""
+    return _run(config, "gateway-0", partial(_gateway, config, token))
+
+
+@app.command(rich_help_panel="Parts, each started alone")
+@with_flags("part", "placement", "log", others=CLUSTER)
+def conductor(config: Config, token: str | None) -> int:
+    """The Conductor alone: the global scheduler that all parts join."""
+    return _run(config, "conductor", partial(_conductor_alone, config, token))
+
+
+@app.command(rich_help_panel="Parts, each started alone")
+@with_flags("part", "pool", "log", others=CLUSTER)
+def node(config: Config, token: str | None) -> int:
+    """A node: this machine's arena of KVCache blocks."""
+    return _run(config, "node-0", partial(_node, config, token))
+
+
+@app.command(rich_help_panel="Parts, each started alone")
+@with_flags("part", "model", "pool", "batch", "log", others=CLUSTER)
+def prefill(config: Config, token: str | None) -> int:
+    """A prefill worker, beside a node on the same machine."""
+    return _run(config, "prefill-0", partial(_prefill, config, token))
+
+
+@app.command(rich_help_panel="Parts, each started alone")
+@with_flags("part", "model", "pool", "batch", "log", others=CLUSTER)
+def decode(config: Config, token: str | None) -> int:
+    """A decode worker, beside a node on the same machine."""
+    return _run(config, "decode-0", partial(_decode, config, token))
+
+
+@app.command()
+def pull(name: Annotated[str, typer.Argument(help="The model's name.")] = "smollm2") -> int:
+    """Download a model, check it and convert it, once; afterwards it is used offline."""
+    from moonpool.engine.model import pull as run
+
+    print(run(name))
+    return 0
+
+
+@app.command()
+def status(
+    url: Annotated[str, typer.Option(help="The gateway.")] = "http://127.0.0.1:8000",
+    once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
+) -> int:
+    """A live table of the cluster's parts, requests and KVCache."""
+    from moonpool.command.status import status as run
+
+    return run(url, once)
+
+
+@app.command()
+def doctor(
+    host: Annotated[str, typer.Option(help="The address to check.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port to check.", min=0, max=65535)] = 8000,
+) -> int:
+    """Say what this machine lacks to run a cluster; exit status 1 if something essential is missing."""
+    from moonpool.command.doctor import doctor as run
+
+    return run(host, port)
+
+
+@app.command()
+def version() -> int:
+    """Print the version."""
+    print(f"moonpool {__version__}")
+    return 0
+
+
+def _failed(error: Exception) -> int:
+    """One line for any error; for a mistake in the command line also where help is."""
+    from moonpool.live.process import fail
+
+    if not hasattr(error, "format_message"):
+        return fail(error)
+    context = getattr(error, "ctx", None)
+    if type(error).__name__ == "NoArgsIsHelpError":
+        print(error.format_message())
+        return 0
+    where = f" (see {context.command_path} --help)" if context else ""
+    return fail(ConfigError(" ".join(error.format_message().split()).rstrip(".") + where))
+
+
+def _run(config: Config, default: str, prepare: Callable[[PartId], Work]) -> int:
+    from moonpool.live.process import run_part
+
+    part = PartId(config.part.id or default)
+    return run_part(part, config.log.log_level, config.log.log_json, lambda: prepare(part))
+
+
+def _gateway(config: Config, token: str | None, part: PartId) -> Work:
+    from moonpool.gateway.config import GatewayConfig
+    from moonpool.gateway.serve import listen, run_gateway
+    from moonpool.live.conductor import run_conductor
+
+    settings = GatewayConfig(
+        host=config.front.host,
+        port=config.front.port,
+        model_path=str(_weights(config)),
+        served_model_name=config.served_name,
+        request_timeout=config.front.request_timeout,
+        slo=_slo(config),
+        allowed_hosts=tuple(name.strip() for name in config.front.allowed_hosts.split(",") if name.strip()),
+        admin_key=admin_key(),
+    )
+    rules = _rules(config)
+    listener = listen(config.front.host, config.front.port)
+
+    async def work() -> None:
+        if config.part.conductor is not None:
+            with _open(part, config, token, config.part.control_port) as link:
+                await run_gateway(link, _conductor(config), settings, listener)
+            return
+        with (
+            _open(PartId("conductor"), config, token, config.part.control_port, embedded=True) as chief,
+            _open(part, config, token, 0, conducts=chief.me.address) as link,
+        ):
+            async with asyncio.TaskGroup() as group:
+                group.create_task(run_conductor(chief, rules))
+                group.create_task(run_gateway(link, chief.me.address, settings, listener))
+
+    return work
+
+
+def _conductor_alone(config: Config, token: str | None, part: PartId) -> Work:
+    from moonpool.live.conductor import run_conductor
+
+    rules = _rules(config)
+
+    async def work() -> None:
+        with _open(part, config, token, config.part.control_port) as link:
+            await run_conductor(link, rules)
+
+    return work
+
+
+def _node(config: Config, token: str | None, part: PartId) -> Work:
+    from moonpool.live.rundir import create_run_directory
+    from moonpool.store.node import NodeConfig, run_node
+
+    address = _conductor(config)
+
+    async def work() -> None:
+        own = None if config.part.run_dir else create_run_directory()
+        try:
+            settings = NodeConfig(
+                dram_bytes=config.pool.dram_per_node,
+                run_dir=config.part.run_dir or str(own.path if own else ""),
+                data_host=config.part.bind,
+                data_port=config.part.data_port,
+                token=token,
+            )
+            with _open(part, config, token, config.part.control_port) as link:
+                await run_node(link, address, settings)
+        finally:
+            if own is not None:
+                own.remove()
+
+    return work
+
+
+def _prefill(config: Config, token: str | None, part: PartId) -> Work:
+    from moonpool.live.prefill import PrefillConfig, run_prefill
+
+    address = _conductor(config)
+    settings = PrefillConfig(
+        served_model=config.served_name,
+        node=_its_node(config),
+        chunk_tokens=config.batch.prefill_chunk,
+        queue_bound=config.placement.queue_bound,
+        token=token,
+    )
+    engine = _engine(config, config.pool.prefill_pages)
+
+    async def work() -> None:
+        with _open(part, config, token, config.part.control_port) as link:
+            await run_prefill(link, address, settings, engine)
+
+    return work
+
+
+def _decode(config: Config, token: str | None, part: PartId) -> Work:
+    from moonpool.live.decode import DecodeConfig, run_decode
+
+    address = _conductor(config)
+    settings = DecodeConfig(
+        served_model=config.served_name,
+        node=_its_node(config),
+        max_batch=config.batch.max_batch,
+        queue_bound=config.placement.queue_bound,
+    )
+    engine = _engine(config, config.pool.decode_pages)
+
+    async def work() -> None:
+        with _open(part, config, token, config.part.control_port) as link:
+            await run_decode(link, address, settings, engine)
+
+    return work
+
+
+def _rules(config: Config) -> ConductorConfig:
+    from moonpool.core.settings import ConductorConfig
+
+    return ConductorConfig(
+        placement=config.placement.policy,
+        admission=config.placement.admission,
+        slo=_slo(config),
+        queue_bound=config.placement.queue_bound,
+    )
+
+
+def _slo(config: Config) -> Slo:
+    return Slo(config.placement.slo_ttft, config.placement.slo_tbt)
+
+
+@contextmanager
+def _open(
+    part: PartId, config: Config, token: str | None, port: int, conducts: str = "", embedded: bool = False
+) -> Iterator[Link]:
+    """A part's link, closed at the end. The supervisor hears of it, unless another part of the process tells it."""
+    from moonpool.live.process import announce
+    from moonpool.wire.link import Link
+
+    link = Link(part, config.part.bind, port, token)
+    try:
+        if not embedded:
+            announce(link.me, conducts)
+        yield link
+    finally:
+        link.close()
+
+
+def _conductor(config: Config) -> str:
+    """The Conductor's address as links take it."""
+    given = config.part.conductor
+    if not given:
+        raise ConfigError("--conductor is missing: the address HOST:PORT of the Conductor to join")
+    host, colon, port = given.removeprefix("tcp://").rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"--conductor {given}: must be HOST:PORT, such as 127.0.0.1:9000")
+    return f"tcp://{host}:{port}"
+
+
+def _its_node(config: Config) -> PartId | None:
+    return PartId(config.part.node) if config.part.node else None
+
+
+def _weights(config: Config) -> Path:
+    from moonpool.engine.model import resolve
+
+    return resolve(config.model.model)
+
+
+def _engine(config: Config, pages: int) -> Engine:
+    if config.model.engine == "timed":
+        from moonpool.engine.timed import TimedEngine
+
+        return TimedEngine(page_count=pages, block_tokens=config.pool.block_size)
+    from moonpool.engine.runner import TorchEngine
+
+    return TorchEngine(
+        _weights(config),
+        block_tokens=config.pool.block_size,
+        page_count=pages,
+        dtype=config.model.dtype,
+        threads=config.model.threads,
+    )

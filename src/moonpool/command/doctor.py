@@ -1,0 +1,171 @@
+"""`moonpool doctor`: what this machine lacks to run a cluster."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import resource
+import sys
+from collections.abc import Callable
+
+import msgspec
+from rich.console import Console
+
+from moonpool.command import machine
+from moonpool.command.serve import free_port
+from moonpool.config import Config
+from moonpool.errors import ConfigError
+
+FEW_FILES = 1024
+MODEL_DISK_BYTES = 1 << 30
+"""A download, its conversion and a copy in the making."""
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """`state` is ok, `poor` (it will work, but badly or not all of it) or `lacks` (it will not work)."""
+
+    state: str
+    what: str
+    found: str
+    remedy: str = ""
+
+
+def doctor(host: str, port: int) -> int:
+    """Print the findings; 1 if something essential is missing."""
+    console = Console(highlight=False)
+    colours = {"ok": "green", "poor": "yellow", "lacks": "red"}
+    findings = examine(host, port)
+    for finding in findings:
+        console.print(
+            f"[{colours[finding.state]}]{finding.state:6}[/]{finding.what:20} {finding.found}"
+            + (f": {finding.remedy}" if finding.remedy else ""),
+            soft_wrap=True,
+        )
+    lacking = [finding.what for finding in findings if finding.state == "lacks"]
+    console.print(
+        f"missing: {', '.join(lacking)}" if lacking else "this machine can run `moonpool serve`", soft_wrap=True
+    )
+    return 1 if lacking else 0
+
+
+def examine(host: str, port: int) -> list[Finding]:
+    """All findings for the default cluster."""
+    checks: list[Callable[[], Finding]] = [
+        _python,
+        _cores,
+        _memory,
+        _shared_memory,
+        _disk,
+        _curve,
+        _files,
+        _torch,
+        _model,
+    ]
+    return [*(check() for check in checks), _port(host, port)]
+
+
+def _python() -> Finding:
+    found = (
+        f"{platform.python_implementation()} {platform.python_version()} on {platform.system()} {platform.machine()}"
+    )
+    if sys.platform != "linux":
+        return Finding("lacks", "Python", found, "Moonpool needs Linux (memfd, flock, SO_PEERCRED)")
+    return Finding("ok", "Python", found)
+
+
+def _cores() -> Finding:
+    count = machine.cores()
+    if count < 2:
+        return Finding("poor", "CPU", f"{count} core", "prefill and decode will share it")
+    return Finding("ok", "CPU", f"{count} cores")
+
+
+def _memory() -> Finding:
+    available = machine.available_memory()
+    if available is None:
+        return Finding("poor", "memory", "unknown", "cannot read /proc/meminfo")
+    found = f"{machine.gib(available)} available"
+    if available < machine.needed_memory(Config(), None):
+        return Finding("lacks", "memory", found, "the default cluster takes up to 3.5 GiB; lower --dram-per-node")
+    if available < 7 << 29:
+        return Finding("poor", "memory", found, "the default cluster takes up to 3.5 GiB; lower --dram-per-node")
+    return Finding("ok", "memory", found)
+
+
+def _shared_memory() -> Finding:
+    try:
+        fd = os.memfd_create("moonpool-doctor")
+    except (AttributeError, OSError) as e:
+        return Finding("lacks", "shared memory", "no memfd", f"the arena needs memfd_create ({e})")
+    try:
+        os.posix_fallocate(fd, 0, 1 << 20)
+    except OSError as e:
+        return Finding("lacks", "shared memory", "memfd", f"cannot allocate in it: {e.strerror}")
+    finally:
+        os.close(fd)
+    return Finding("ok", "shared memory", "memfd")
+
+
+def _disk() -> Finding:
+    from moonpool.engine.model import home
+
+    where = home()
+    free = machine.free_disk(where)
+    found = f"{machine.gib(free)} free in {where}"
+    parent = where
+    while not parent.exists():
+        parent = parent.parent
+    if not os.access(parent, os.W_OK):
+        return Finding("poor", "disk", found, "not writable: set MOONPOOL_HOME to pull a model")
+    if free < MODEL_DISK_BYTES:
+        return Finding("poor", "disk", found, f"pulling smollm2 needs {machine.gib(MODEL_DISK_BYTES)}")
+    return Finding("ok", "disk", found)
+
+
+def _curve() -> Finding:
+    import zmq
+
+    found = f"libzmq {zmq.zmq_version()}"
+    if not zmq.has("curve"):
+        return Finding("lacks", "CURVE encryption", found, "built without it; install the pyzmq wheel from PyPI")
+    return Finding("ok", "CURVE encryption", found)
+
+
+def _files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < FEW_FILES:
+        return Finding("poor", "open files", f"{soft} (hard limit {hard})", f"raise it: ulimit -n {min(hard, 65536)}")
+    return Finding("ok", "open files", f"{soft}")
+
+
+def _torch() -> Finding:
+    missing = [
+        name for name in ("torch", "transformers", "tokenizers", "safetensors") if not importlib.util.find_spec(name)
+    ]
+    if missing:
+        return Finding("lacks", "torch engine", f"no {', '.join(missing)}", "pip install 'moonpool[engine]'")
+    from importlib.metadata import version
+
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    found = f"torch {version('torch')}, transformers {version('transformers')}"
+    return Finding("ok", "torch engine", found + (f", OMP_NUM_THREADS={threads}" if threads else ""))
+
+
+def _model() -> Finding:
+    from moonpool.engine.model import PULLABLE, home
+
+    there = [name for name in PULLABLE if (home() / "models" / name).is_dir()]
+    if not there:
+        return Finding(
+            "poor", "model", "smollm2 is not here", "the first start downloads it, or: moonpool pull smollm2"
+        )
+    return Finding("ok", "model", ", ".join(there))
+
+
+def _port(host: str, port: int) -> Finding:
+    try:
+        free_port(host, port)
+    except ConfigError as e:
+        return Finding("lacks", "port", str(e))
+    return Finding("ok", "port", f"{port} on {host} is free")

@@ -1,0 +1,79 @@
+"""What this machine has, and whether a configuration fits."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from moonpool.config import Config
+from moonpool.errors import ConfigError
+
+PROCESS_BYTES = 64 << 20
+"""Of a Python process with the libraries of a part that does not compute, roughly."""
+TORCH_BYTES = 300 << 20
+"""Of one with torch and transformers loaded, roughly."""
+
+
+def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes that new processes can use, by the kernel's estimate and the control group's limit; None if unknown."""
+    found = [int(line.split()[1]) << 10 for line in _lines(proc / "meminfo") if line.startswith("MemAvailable:")]
+    limit, used = _lines(cgroup / "memory.max"), _lines(cgroup / "memory.current")
+    if limit and used and limit[0].isdigit():
+        cache = [int(line.split()[1]) for line in _lines(cgroup / "memory.stat") if line.startswith("inactive_file ")]
+        found.append(int(limit[0]) - int(used[0]) + sum(cache))
+    return min(found, default=None)
+
+
+def needed_memory(config: Config, weights: Path | None) -> int:
+    """A lower bound of what the cluster will use when the arenas are full."""
+    fleet = config.fleet
+    workers = fleet.prefill + fleet.decode
+    total = fleet.nodes * (config.pool.dram_per_node + PROCESS_BYTES) + 2 * PROCESS_BYTES
+    if weights is None:
+        return total + workers * PROCESS_BYTES
+    files = sum(file.stat().st_size for file in weights.glob("*.safetensors"))
+    return total + workers * (TORCH_BYTES + files)
+
+
+def check_memory(config: Config, weights: Path | None) -> None:
+    """Raises ConfigError where the cluster cannot fit."""
+    needed, available = needed_memory(config, weights), available_memory()
+    if available is not None and needed > available:
+        raise ConfigError(
+            f"not enough memory: {config.fleet.nodes} x {gib(config.pool.dram_per_node)} of KVCache and the parts need "
+            f"about {gib(needed)}, {gib(available)} is available: lower --dram-per-node, --nodes, --prefill or --decode"
+        )
+
+
+def check_disk(directory: Path, needed: int, purpose: str) -> None:
+    """Raises ConfigError where `directory` (or its nearest parent that exists) has less than `needed` bytes free."""
+    free = free_disk(directory)
+    if free < needed:
+        raise ConfigError(
+            f"not enough disk for {purpose}: {gib(needed)} needed, {gib(free)} free in {directory}: "
+            "free some, or set MOONPOOL_HOME to a directory on another disk"
+        )
+
+
+def free_disk(directory: Path) -> int:
+    """Bytes free where `directory` is or would be."""
+    while not directory.exists():
+        directory = directory.parent
+    return shutil.disk_usage(directory).free
+
+
+def cores() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def gib(size: int) -> str:
+    return f"{size / (1 << 30):.1f} GiB"
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []

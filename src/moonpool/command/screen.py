@@ -1,0 +1,86 @@
+"""What `moonpool serve` shows: a line for each part that comes up or ends, and how to talk to the cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from rich.console import Console
+
+from moonpool.config import Config
+from moonpool.live.supervisor import Progress
+
+
+def reachable(host: str) -> str:
+    """An address for a client on this machine."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+
+
+class Screen:
+    """Progress lines; on a terminal also a line that says what is awaited."""
+
+    def __init__(self, config: Config) -> None:
+        self._console = Console(highlight=False)
+        self._began = time.monotonic()
+        self._config = config
+        self._coming: list[str] = []
+        fleet = config.fleet
+        self._say(
+            f"[bold]moonpool[/] serves {config.served_name} ({config.model.engine}): "
+            f"{fleet.prefill} prefill, {fleet.decode} decode, {fleet.nodes} node{'s' if fleet.nodes > 1 else ''}"
+        )
+        self._status = self._console.status("starting", spinner="dots") if self._console.is_terminal else None
+        if self._status:
+            self._status.start()
+
+    def show(self, progress: Progress) -> None:
+        since = f"{time.monotonic() - self._began:6.1f} s"
+        match progress.state:
+            case "starting":
+                self._coming.append(progress.part)
+            case "up":
+                self._coming.remove(progress.part)
+                self._say(f"  [green]up[/]     {progress.part:12} {since}")
+            case _:
+                if progress.part in self._coming:
+                    self._coming.remove(progress.part)
+                self._say(f"  [red]ended[/]  {progress.part:12} {since}  {progress.detail}; starting it again")
+        self._await(", ".join(self._coming))
+
+    def waiting(self) -> None:
+        self._await("the cluster")
+
+    def ready(self) -> None:
+        self._await("")
+        host, port = self._config.front.host, self._config.front.port
+        shown = f"[{host}]" if ":" in host else reachable(host)
+        url = f"http://{shown}:{port}"
+        body = f'{{"model": "{self._config.served_name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+        self._say(f"[bold green]ready[/] after {time.monotonic() - self._began:.1f} s: [bold]{url}[/]")
+        self._console.print(
+            f"\n  curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n       -d '{body}'\n\n"
+            "Ctrl-C stops everything; `moonpool status` shows the cluster.",
+            markup=False,
+            soft_wrap=True,
+        )
+
+    def stopping(self) -> None:
+        self._await("")
+        self._say("stopping")
+
+    def close(self) -> None:
+        if self._status:
+            self._status.stop()
+
+    def _await(self, what: str) -> None:
+        if self._status is None:
+            return
+        if what:
+            self._status.update(f"waiting for {what}")
+            self._status.start()
+        else:
+            self._status.stop()
+
+    def _say(self, line: str) -> None:
+        with contextlib.suppress(OSError):
+            self._console.print(line, soft_wrap=True)

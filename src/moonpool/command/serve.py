@@ -1,0 +1,147 @@
+"""`moonpool serve`: look before starting, then a supervisor, then tell the user how to talk to the cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import secrets
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import yaml
+
+from moonpool.command import machine
+from moonpool.command.screen import Screen, reachable
+from moonpool.config import Config, as_flat
+from moonpool.core.vocabulary import PartId
+from moonpool.errors import ConfigError
+from moonpool.live.process import log_to_stderr
+from moonpool.live.rundir import RunDirectory, create_run_directory
+from moonpool.live.supervisor import PartPlan, Supervisor
+
+READY_POLL_SECONDS = 0.2
+READY_CALL_SECONDS = 2.0
+NOT_YOURS = {"id", "node", "conductor", "run-dir", "control-port"}
+"""Keys that each part gets by itself."""
+
+
+def serve(config: Config, token: str | None, find_model: Callable[[Config], Path]) -> int:
+    """Run a whole cluster on this machine until it is told to stop; the exit status.
+
+    `find_model` gives the model's directory, perhaps after a download. Raises before anything has started.
+    """
+    log_to_stderr("supervisor", config.log.log_level, config.log.log_json)
+    port = free_port(config.front.host, config.front.port)
+    config = msgspec.structs.replace(config, front=msgspec.structs.replace(config.front, port=port))
+    model = find_model(config)
+    machine.check_memory(config, model if config.model.engine == "torch" else None)
+    named = msgspec.structs.replace(config.model, model=str(model), served_model_name=config.served_name)
+    config = msgspec.structs.replace(config, model=named)
+    directory = create_run_directory()
+    try:
+        plans = plan_parts(config, _write_config(config, directory), directory.path)
+        return asyncio.run(_supervise(config, plans, token or secrets.token_urlsafe(32), directory))
+    finally:
+        directory.remove()
+
+
+def plan_parts(config: Config, file: Path, run_dir: Path) -> list[PartPlan]:
+    """The front first, then the nodes, then the workers, spread over the nodes."""
+    shared = ("--config", str(file))
+    front = PartId("gateway-0")
+    nodes = [PartId(f"node-{i}") for i in range(config.fleet.nodes)]
+    plans = [PartPlan(front, ("gateway", "--id", front, *shared), conducts=True)]
+    plans += [PartPlan(n, ("node", "--id", n, "--run-dir", str(run_dir), *shared), after=(front,)) for n in nodes]
+    kinds = ["prefill"] * config.fleet.prefill + ["decode"] * config.fleet.decode
+    counts = {"prefill": 0, "decode": 0}
+    for kind in kinds:
+        # Prefill workers fill the nodes from the first on, decode workers from the last: with two nodes KV crosses.
+        index = counts[kind]
+        node = nodes[index % len(nodes)] if kind == "prefill" else nodes[-1 - index % len(nodes)]
+        worker = PartId(f"{kind}-{index}")
+        arguments = (kind, "--id", worker, "--node", node, *shared)
+        plans.append(PartPlan(worker, arguments, after=(front, node), ends_with=node))
+        counts[kind] += 1
+    return plans
+
+
+def free_port(host: str, port: int) -> int:
+    """`port`, or any free one for 0. Raises ConfigError where nothing can listen there."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+            return int(probe.getsockname()[1])
+    except socket.gaierror as e:
+        raise ConfigError(f"--host {host}: {e.strerror}") from None
+    except OSError as e:
+        if e.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {port} on {host} is taken: stop what listens there, or choose another with --port"
+            ) from None
+        raise ConfigError(f"cannot listen on {host}:{port}: {e.strerror}") from None
+
+
+def _write_config(config: Config, directory: RunDirectory) -> Path:
+    """What the parts read; their own keys come as flags."""
+    file = directory.path / "cluster.yaml"
+    flat = {key: value for key, value in as_flat(config).items() if key not in NOT_YOURS}
+    try:
+        file.write_text(yaml.safe_dump(flat, sort_keys=False))
+    except OSError as e:
+        raise ConfigError(f"cannot write {file}: {e.strerror}") from None
+    return file
+
+
+async def _supervise(config: Config, plans: list[PartPlan], token: str, directory: RunDirectory) -> int:
+    screen = Screen(config)
+    supervisor = Supervisor(plans, token, [directory.lock_fd], screen.show)
+
+    def stop() -> None:
+        screen.stopping()
+        supervisor.stop()
+
+    loop = asyncio.get_running_loop()
+    for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(sign) != signal.SIG_IGN:
+            loop.add_signal_handler(sign, stop)
+    greeting = asyncio.create_task(_greet(supervisor, screen, config))
+    try:
+        await supervisor.run()
+    finally:
+        greeting.cancel()
+        screen.close()
+    return 0
+
+
+async def _greet(supervisor: Supervisor, screen: Screen, config: Config) -> None:
+    await supervisor.all_up()
+    screen.waiting()
+    while True:
+        if await _is_ready(config.front.host, config.front.port):
+            return screen.ready()
+        await asyncio.sleep(READY_POLL_SECONDS)
+
+
+async def _is_ready(host: str, port: int) -> bool:
+    """Whether GET /ready answers 200."""
+    with contextlib.suppress(OSError, TimeoutError, ValueError):
+        async with asyncio.timeout(READY_CALL_SECONDS):
+            reader, writer = await asyncio.open_connection(reachable(host), port)
+            try:
+                writer.write(
+                    f"GET /ready HTTP/1.1\r\nHost: {reachable(host)}:{port}\r\nConnection: close\r\n\r\n".encode()
+                )
+                status = await reader.readline()
+                return status.split()[1:2] == [b"200"]
+            finally:
+                writer.close()
+    return False

@@ -1,0 +1,117 @@
+"""The configuration: one frozen tree, read once by the command from one YAML file and the flags that override it.
+
+Every field is one key, spelt in kebab-case in YAML and as a flag (`dram-per-node: 2GiB`, `--dram-per-node 2GiB`); keys
+are unique over all sections, so the file is flat. A constructor elsewhere gets the values it needs, never the tree.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+BYTES = {"unit": "bytes"}
+SECONDS = {"unit": "seconds"}
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Bytes = Annotated[int, Meta(ge=1 << 20, le=1 << 50, extra=BYTES)]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", extra={"pattern": "letters, digits, . _ -"})]
+Seconds = Annotated[float, Meta(gt=0, le=86400 * 30, extra=SECONDS)]
+
+
+class ModelConfig(Struct, frozen=True):
+    model: Annotated[str, Meta(description="`smollm2`, a local Hugging Face directory, or a hub id")] = "smollm2"
+    served_model_name: Annotated[str | None, Meta(description="the name clients use (default: the model's)")] = None
+    engine: Annotated[
+        Literal["torch", "timed"], Meta(description="what computes: torch, or timed (sleeps by a cost model)")
+    ] = "torch"
+    dtype: Annotated[Literal["float32", "bfloat16"], Meta(description="of weights and KV (torch engine)")] = "float32"
+    threads: Annotated[int, Meta(ge=1, le=256, description="torch threads in each worker")] = 1
+
+
+class FleetConfig(Struct, frozen=True):
+    prefill: Annotated[int, Meta(ge=1, le=64, description="prefill workers")] = 1
+    decode: Annotated[int, Meta(ge=1, le=64, description="decode workers")] = 1
+    nodes: Annotated[int, Meta(ge=1, le=32, description="nodes; the workers are spread over them")] = 1
+
+
+class PoolConfig(Struct, frozen=True):
+    block_size: Annotated[int, Meta(ge=1, le=4096, description="tokens in a KVCache block")] = 64
+    dram_per_node: Annotated[Bytes, Meta(description="size of each node's arena of KVCache blocks")] = 1 << 30
+    prefill_pages: Annotated[int, Meta(ge=2, le=1 << 20, description="KV pages in each prefill worker")] = 136
+    decode_pages: Annotated[int, Meta(ge=2, le=1 << 20, description="KV pages in each decode worker")] = 136
+
+
+class BatchConfig(Struct, frozen=True):
+    prefill_chunk: Annotated[int, Meta(ge=1, le=1 << 20, description="most prompt tokens in one prefill step")] = 512
+    max_batch: Annotated[int, Meta(ge=1, le=4096, description="most requests in one decode batch")] = 16
+
+
+class FrontConfig(Struct, frozen=True):
+    host: Annotated[str, Meta(min_length=1, description="HTTP address of the gateway")] = "127.0.0.1"
+    port: Annotated[Port, Meta(description="HTTP port of the gateway")] = 8000
+    allowed_hosts: Annotated[
+        str, Meta(description="names that clients may put in `Host` besides the address, comma-separated; * allows any")
+    ] = ""
+    request_timeout: Annotated[Seconds, Meta(description="a request's deadline after its arrival")] = 600.0
+
+
+class PlacementConfig(Struct, frozen=True):
+    slo_ttft: Annotated[Seconds | None, Meta(description="limit on time to first token")] = None
+    slo_tbt: Annotated[Seconds | None, Meta(description="limit on time between tokens")] = None
+    policy: Annotated[
+        Literal["random", "load-balance", "cache-aware", "algorithm-1"],
+        Meta(description="how prefill and decode instances are chosen"),
+    ] = "algorithm-1"
+    admission: Annotated[Literal["none", "early"], Meta(description="when a request is refused at once")] = "early"
+    queue_bound: Annotated[
+        int, Meta(ge=1, le=1 << 20, description="most requests in the cluster before the next gets 429")
+    ] = 256
+
+
+class LogConfig(Struct, frozen=True):
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="least severe line that is logged")
+    ] = "info"
+    log_json: Annotated[bool, Meta(description="log JSON objects, one a line")] = False
+
+
+class PartConfig(Struct, frozen=True):
+    """How one part that is started by itself finds the others and is found by them."""
+
+    id: Annotated[Name | None, Meta(description="this part's name, unique in the cluster")] = None
+    conductor: Annotated[str | None, Meta(description="the Conductor's control address, host:port")] = None
+    node: Annotated[str | None, Meta(description="the node whose arena this worker maps")] = None
+    bind: Annotated[str, Meta(min_length=1, description="address that other parts reach this one at")] = "127.0.0.1"
+    control_port: Annotated[Port, Meta(description="port for control messages (0: any)")] = 0
+    data_port: Annotated[Port, Meta(description="port for KVCache transfers (0: any)")] = 0
+    run_dir: Annotated[str | None, Meta(description="where a node's socket lies (default: a new private one)")] = None
+
+
+class Config(Struct, frozen=True):
+    """The tree. Sections group keys for the code; users see them flat."""
+
+    model: ModelConfig = ModelConfig()
+    fleet: FleetConfig = FleetConfig()
+    pool: PoolConfig = PoolConfig()
+    batch: BatchConfig = BatchConfig()
+    front: FrontConfig = FrontConfig()
+    placement: PlacementConfig = PlacementConfig()
+    log: LogConfig = LogConfig()
+    part: PartConfig = PartConfig()
+
+    @property
+    def served_name(self) -> str:
+        """What clients call the model: the configured name, else the last part of its path or hub id."""
+        return self.model.served_model_name or self.model.model.rstrip("/").rsplit("/", 1)[-1]
+
+
+def as_flat(config: Config) -> dict[str, object]:
+    """All keys with their values, as a YAML file would hold them; what is None is left out."""
+    return {
+        field.replace("_", "-"): value
+        for section in config.__struct_fields__
+        for field, value in msgspec.structs.asdict(getattr(config, section)).items()
+        if value is not None
+    }

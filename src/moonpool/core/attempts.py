@@ -1,0 +1,290 @@
+"""A request's way from arrival to its end, over all its attempts (docs/protocol.md, "A request").
+
+`Attempts` changes the tables of requests and loads and appends the orders to `out`; `Conductor` owns it,
+feeds it, and calls `serve_held` after every event that may have freed something.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moonpool.core import actions as act
+from moonpool.core import events as ev
+from moonpool.core.admission import Refusal
+from moonpool.core.booking import book, unbook_prefill
+from moonpool.core.directory import Directory
+from moonpool.core.endings import DEADLINE, GRACE_SECONDS, Endings
+from moonpool.core.fleet import Fleet
+from moonpool.core.gate import Gate
+from moonpool.core.options import Options, Wait, options_for
+from moonpool.core.pages import pages_for
+from moonpool.core.placement import Choice, place
+from moonpool.core.requests import AT_WORKERS, Phase, Placement, Request, Requests
+from moonpool.core.settings import ConductorConfig
+from moonpool.core.vocabulary import PartId, RequestId
+
+_Found = tuple[Request, Placement] | None
+"""A request and what its current attempt was given."""
+
+
+class Attempts:
+    def __init__(
+        self, config: ConductorConfig, seed: int, fleet: Fleet, directory: Directory, out: list[act.Action]
+    ) -> None:
+        self.requests = Requests()
+        self.endings = Endings(config, fleet, self.requests, out)
+        self._gate = Gate(config, fleet)
+        self._config = config
+        self._rng = np.random.Generator(np.random.PCG64(seed))
+        self._fleet = fleet
+        self._directory = directory
+        self._out = out
+
+    # Arrival and choice
+
+    def arrived(self, event: ev.RequestArrived, now: float) -> None:
+        request = self.requests.get(event.request)
+        if request is not None:
+            if event.attempt <= request.attempt:
+                return
+            self.endings.leave(request, now)
+            self.requests.renew(request, event, now)
+        elif self.requests.is_over(event.request, event.attempt):
+            return
+        else:
+            self.endings.decisions.arrived += 1
+            refusal = self._gate.at_arrival(event, self.requests, now)
+            if refusal is not None:
+                self.requests.remember(event.request, event.attempt)
+                self.endings.send_reject(event, refusal)
+                return
+            request = self.requests.add(event, now)
+        self._serve(request, now)
+
+    def serve_held(self, now: float) -> None:
+        """All that are held, in order of arrival; one that waited long enough is not overtaken."""
+        self.endings.may_serve = False
+        closed: dict[str, None] = {}
+        for request in self.requests.held():
+            if request.arrived.model in closed:
+                continue
+            if self._try(request, now) and self._keeps_turn(request, now):
+                closed[request.arrived.model] = None
+
+    def _serve(self, request: Request, now: float) -> None:
+        for earlier in self.requests.held():
+            if earlier.serial >= request.serial:
+                break
+            if earlier.arrived.model == request.arrived.model and self._keeps_turn(earlier, now):
+                self._hold(request, "others wait longer")
+                return
+        self._try(request, now)
+
+    def _keeps_turn(self, request: Request, now: float) -> bool:
+        return now - request.held_since > self._config.hold_patience and request.not_before <= now
+
+    def _try(self, request: Request, now: float) -> bool:
+        """Whether it is still held; else it reserves room or is over."""
+        if now >= request.deadline:
+            self.endings.reject(request, DEADLINE, now)
+            return False
+        if request.not_before > now:
+            return self._hold(request, "it failed before and waits a moment")
+        config = self._config
+        found = options_for(request, self._fleet, self._directory, config.transfer_cost, config.output_share, now)
+        if isinstance(found, Wait):
+            refusal = self._gate.while_held(request, now)
+            if refusal is None:
+                return self._hold(request, found.reason)
+        elif isinstance(found, Refusal):
+            refusal = found
+        else:
+            choice = place(config.placement, found.view, found.wanted, self._rng, config.threshold)
+            refusal = self._gate.at_placement(request, choice, now)
+            if refusal is None:
+                self._reserve(request, found, choice, now)
+                return False
+        self.endings.reject(request, refusal, now)
+        return False
+
+    def _hold(self, request: Request, reason: str) -> bool:
+        if not request.hold_sent:
+            request.hold_sent = True
+            self.endings.decisions.held += 1
+            self._out.append(act.Hold(request.id, request.attempt, request.arrived.gateway, reason))
+        return True
+
+    def expire(self, now: float) -> None:
+        """Nothing is held past its deadline, nor a newcomer past its TTFT limit where admission looks at it."""
+        for request in self.requests.all():
+            grace = GRACE_SECONDS if request.phase in AT_WORKERS else 0.0
+            if now >= request.deadline + grace:
+                self.endings.reject(request, DEADLINE, now)
+            elif request.phase is Phase.HELD and (refusal := self._gate.while_held(request, now)) is not None:
+                self.endings.reject(request, refusal, now)
+
+    # Room
+
+    def _reserve(self, request: Request, options: Options, choice: Choice, now: float) -> None:
+        request.placement = book(request, options, choice, self._fleet, now)
+        request.avoid = None
+        self.requests.move(request, Phase.ROOM)
+        tail = request.arrived.prompt_tokens % options.space.block_tokens
+        node = self._fleet.nodes[choice.decode.node].peer
+        left = request.deadline - now
+        self._out.append(act.ReserveRoom(node, request.id, request.attempt, options.space, options.keys, tail, left))
+
+    def room_confirmed(self, event: ev.RoomConfirmed, now: float) -> None:
+        if self._fleet.find(event.node, event.incarnation) is None:
+            return
+        found = self._placed(event.request, event.attempt)
+        if found is None or found[1].choice.decode.node != event.node:
+            node = self._fleet.nodes[event.node].peer
+            self._out.append(act.ReleaseRoom(node, event.request, event.attempt))
+        elif found[0].phase is Phase.ROOM:
+            self._place(*found, event.lacking, now)
+
+    def _place(self, request: Request, placed: Placement, lacking: tuple[int, ...], now: float) -> None:
+        fleet, choice = self._fleet, placed.choice
+        plan = choice.fetch if choice.fetch is not None and choice.fetch.source in fleet.nodes else None
+        hit = choice.hit_blocks
+        if plan is None and choice.fetch is not None:
+            hit = choice.fetch.first
+        request.accepted = True
+        self.requests.move(request, Phase.PREFILL)
+        self._count_placed(placed, hit, plan.count if plan else 0)
+        self._out.append(
+            act.Place(
+                request=request.id,
+                attempt=request.attempt,
+                gateway=request.arrived.gateway,
+                space=placed.space,
+                prefill=fleet.parts[choice.prefill.id].peer,
+                prefill_node=fleet.nodes[choice.prefill.node].peer,
+                decode=fleet.parts[choice.decode.id].peer,
+                decode_node=fleet.nodes[choice.decode.node].peer,
+                hit_blocks=hit,
+                fetch=act.Fetch(fleet.nodes[plan.source].peer, plan.first, plan.count) if plan else None,
+                lacking=lacking,
+                expected_ttft=now - request.first_arrived_at + choice.ttft_seconds,
+                time_left=request.deadline - now,
+            )
+        )
+
+    def _count_placed(self, placed: Placement, hit: int, fetched: int) -> None:
+        decisions = self.endings.decisions
+        decisions.placed += 1
+        decisions.prompt_blocks += len(placed.keys)
+        decisions.hit_blocks += hit
+        decisions.fetches += fetched > 0
+        decisions.fetched_blocks += fetched
+
+    def room_refused(self, event: ev.RoomRefused, now: float) -> None:
+        found = self._placed(event.request, event.attempt)
+        if found is None or self._fleet.find(event.node, event.incarnation) is None:
+            return
+        request, placed = found
+        if request.phase is Phase.ROOM and placed.choice.decode.node == event.node:
+            self.endings.decisions.room_refused += 1
+            self._try_elsewhere(request, placed, now)
+
+    def time_out_rooms(self, now: float) -> None:
+        for request in self.requests.in_room():
+            placed = request.placement
+            if placed is None or now < placed.asked_at + self._config.room_timeout:
+                break
+            self.endings.decisions.room_timeouts += 1
+            self.endings.release(request, placed)
+            self._try_elsewhere(request, placed, now)
+
+    def _try_elsewhere(self, request: Request, placed: Placement, now: float) -> None:
+        """The node's ceiling keeps it from being asked again before something has come free there."""
+        self._fleet.nodes[placed.choice.decode.node].refuse(placed.room_bytes, now)
+        self.endings.unplace(request, placed, now)
+        self._serve(request, now)
+
+    # At the workers
+
+    def prefill_done(self, event: ev.PrefillDone, now: float) -> None:
+        found = self._at_prefill(event.request, event.attempt, event.instance)
+        if found is None:
+            return
+        request, placed = found
+        tokens = event.computed_tokens + event.cached_tokens
+        self._fleet.prefill[event.instance].cost.observe(tokens, event.cached_tokens, event.compute_seconds)
+        if request.phase is Phase.PREFILL:
+            unbook_prefill(request, placed, self._fleet, now)
+            self.requests.move(request, Phase.MOVING)
+            self.endings.may_serve = True
+
+    def prefill_failed(self, event: ev.PrefillFailed, now: float) -> None:
+        found = self._at_prefill(event.request, event.attempt, event.instance)
+        if found is not None and found[0].phase is not Phase.DECODING:
+            request = found[0]
+            # The gateway may speak for a worker that it could not reach, so the worker is told as well.
+            self.endings.fail(request, "prefill-failed", event.reason, now)
+            request.avoid = event.instance
+
+    def decode_joined(self, event: ev.DecodeJoined, now: float) -> None:
+        """May overtake `PrefillDone`, which comes from another process."""
+        found = self._at_decode(event.request, event.attempt, event.instance)
+        if found is None or found[0].phase is Phase.DECODING:
+            return
+        request, placed = found
+        unbook_prefill(request, placed, self._fleet, now)
+        self._fleet.decode[event.instance].join(request.id)
+        self.endings.freed(request, placed)
+        request.joined_at = now
+        self.requests.move(request, Phase.DECODING)
+
+    def decode_refused(self, event: ev.DecodeRefused, now: float) -> None:
+        found = self._at_decode(event.request, event.attempt, event.instance)
+        if found is not None:
+            request = found[0]
+            self.endings.fail(request, "decode-refused", event.reason, now, reporter=event.instance)
+            request.avoid = event.instance
+
+    def preempted(self, event: ev.Preempted, now: float) -> None:
+        found = self._at_decode(event.request, event.attempt, event.instance)
+        if found is not None:
+            request = found[0]
+            request.preemptions += 1
+            self.endings.fail(request, "preempted", "pages ran out", now, reporter=event.instance)
+
+    def finished(self, event: ev.Finished, now: float) -> None:
+        """By the decode instance, or by the prefill instance where the first token was the last."""
+        event_of = (event.request, event.attempt, event.instance)
+        found = self._at_decode(*event_of) or self._at_prefill(*event_of)
+        if found is None:
+            return
+        request, placed = found
+        if request.phase is Phase.DECODING:
+            self._gate.decoded(now - request.joined_at)
+        total = request.arrived.prompt_tokens - request.arrived.output_tokens + event.output_tokens
+        self.endings.finish(request, placed, pages_for(total, placed.space.block_tokens), now)
+
+    def cancelled(self, event: ev.RequestCancelled, now: float) -> None:
+        request = self.requests.get(event.request)
+        if request is not None:
+            self.endings.cancel(request, now)
+
+    # Late copies and copies of other attempts find nothing here
+
+    def _placed(self, id_: RequestId, attempt: int) -> _Found:
+        request = self.requests.get(id_)
+        if request is None or request.attempt != attempt or request.placement is None:
+            return None
+        return request, request.placement
+
+    def _at_prefill(self, id_: RequestId, attempt: int, instance: PartId) -> _Found:
+        """While decoding it may be a prefill instance that is gone from the fleet, which then has no say."""
+        found = self._placed(id_, attempt)
+        if found is None or found[0].phase not in AT_WORKERS or found[1].choice.prefill.id != instance:
+            return None
+        return found if instance in self._fleet.prefill else None
+
+    def _at_decode(self, id_: RequestId, attempt: int, instance: PartId) -> _Found:
+        found = self._placed(id_, attempt)
+        if found is None or found[0].phase not in AT_WORKERS or found[1].choice.decode.id != instance:
+            return None
+        return found

@@ -1,0 +1,280 @@
+"""Who is there, and what the Conductor has given each part to do.
+
+Load is booked at the moment of placement, not when a part reports it; reports only correct it (and show
+work of which this Conductor does not know, after its own restart).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from moonpool.core.actions import FleetChanged, FleetPart
+from moonpool.core.cost import DecodeCost, PrefillCost
+from moonpool.core.events import Registered, Reported
+from moonpool.core.vocabulary import (
+    BlockKey,
+    Capacity,
+    Incarnation,
+    KeySpace,
+    NodePeer,
+    PartId,
+    PartKind,
+    Peer,
+    RequestId,
+)
+
+EXPECTED_SECONDS = 60.0
+"""A part that was there this recently is expected back; so is every part of a cluster that just started."""
+
+
+@dataclass(slots=True)
+class Part:
+    registered: Registered
+    heard_at: float
+    reported: Reported
+
+    @property
+    def id(self) -> PartId:
+        return self.registered.peer.id
+
+    @property
+    def peer(self) -> Peer:
+        return self.registered.peer
+
+    @property
+    def kind(self) -> PartKind:
+        return self.registered.kind
+
+    @property
+    def capacity(self) -> Capacity:
+        return self.registered.capacity
+
+    @property
+    def node_id(self) -> PartId:
+        """The node whose arena it maps; for a node its own id."""
+        return self.registered.node or self.id
+
+
+@dataclass(slots=True)
+class PrefillLoad:
+    part: Part
+    space: KeySpace
+    cost: PrefillCost
+    queue: dict[RequestId, float] = field(default_factory=dict)
+    """Estimated seconds of computing, in order of placement."""
+    chains: dict[RequestId, tuple[BlockKey, ...]] = field(default_factory=dict)
+    """What its node will hold once they are computed."""
+    head_since: float = 0.0
+
+    def add(self, request: RequestId, seconds: float, keys: tuple[BlockKey, ...], now: float) -> None:
+        if not self.queue:
+            self.head_since = now
+        self.queue[request] = seconds
+        self.chains[request] = keys
+
+    def remove(self, request: RequestId, now: float) -> None:
+        if request not in self.queue:
+            return
+        if next(iter(self.queue)) == request:
+            self.head_since = now
+        del self.queue[request], self.chains[request]
+
+    def seconds(self, now: float) -> float:
+        """Until all that is queued is computed."""
+        if not self.queue:
+            return 0.0
+        head = next(iter(self.queue.values()))
+        return sum(self.queue.values()) - min(max(now - self.head_since, 0.0), head)
+
+    def has_slot(self) -> bool:
+        slots = self.part.capacity.slots
+        return slots == 0 or len(self.queue) < slots
+
+
+@dataclass(slots=True)
+class Share:
+    """What one request takes of a decode instance."""
+
+    pages: int
+    tokens: int
+    joined: bool = False
+
+
+@dataclass(slots=True)
+class DecodeLoad:
+    part: Part
+    space: KeySpace
+    cost: DecodeCost
+    assigned: dict[RequestId, Share] = field(default_factory=dict)
+    pages_used: int = 0
+    """By requests that have joined: the last report, moved on by what happened since."""
+    strangers: int = 0
+    """Requests it works on of which this Conductor does not know."""
+
+    @property
+    def batch(self) -> int:
+        return len(self.assigned) + self.strangers
+
+    @property
+    def context_tokens(self) -> int:
+        return max(sum(s.tokens for s in self.assigned.values()), self.part.reported.context_tokens)
+
+    @property
+    def committed_pages(self) -> int:
+        booked = sum(s.pages for s in self.assigned.values())
+        return max(booked, self.pages_used + sum(s.pages for s in self.assigned.values() if not s.joined))
+
+    def has_room(self, pages: int) -> bool:
+        """An empty instance takes whatever fits alone, so that nobody waits for ever."""
+        if self.batch == 0:
+            return True
+        slots = self.part.capacity.slots
+        return (slots == 0 or self.batch < slots) and self.committed_pages + pages <= self.part.capacity.pages
+
+    def join(self, request: RequestId) -> None:
+        share = self.assigned[request]
+        if not share.joined:
+            share.joined = True
+            self.pages_used += share.pages
+
+    def remove(self, request: RequestId, pages: int = 0) -> None:
+        """`pages`: how many it held in the end, where that is known to be more than was booked."""
+        share = self.assigned.pop(request, None)
+        if share is not None and share.joined:
+            self.pages_used = max(self.pages_used - max(share.pages, pages), 0)
+
+    def correct(self, reported: Reported) -> None:
+        self.pages_used = max(self.part.capacity.pages - reported.pages_free, 0)
+        self.strangers = max(reported.running + reported.queued - len(self.assigned), 0)
+
+
+@dataclass(slots=True)
+class NodeLoad:
+    part: Part
+    rooms: dict[RequestId, int] = field(default_factory=dict)
+    """Bytes of the rooms that requests have reserved here and not yet left."""
+    sending: dict[RequestId, int] = field(default_factory=dict)
+    """Bytes that it has to send for requests in prefill elsewhere."""
+    ceiling: int | None = None
+    """A room of this many bytes was refused and nothing has come free since: do not ask for as many."""
+    refused_at: float = 0.0
+    snapshot_asked_at: float = 0.0
+
+    @property
+    def peer(self) -> NodePeer:
+        r = self.part.registered
+        return NodePeer(r.peer.id, r.peer.incarnation, r.peer.address, r.data_address, r.socket_path)
+
+    def has_room(self, nbytes: int) -> bool:
+        if self.ceiling is not None and nbytes >= self.ceiling:
+            return False
+        return sum(self.rooms.values()) + nbytes <= self.part.capacity.dram_bytes
+
+    def refuse(self, nbytes: int, now: float) -> None:
+        self.ceiling = nbytes if self.ceiling is None else min(self.ceiling, nbytes)
+        self.refused_at = now
+
+
+@dataclass(slots=True)
+class Fleet:
+    started_at: float = 0.0
+    parts: dict[PartId, Part] = field(default_factory=dict)
+    prefill: dict[PartId, PrefillLoad] = field(default_factory=dict)
+    decode: dict[PartId, DecodeLoad] = field(default_factory=dict)
+    nodes: dict[PartId, NodeLoad] = field(default_factory=dict)
+    _lost_at: dict[tuple[PartKind, str], float] = field(default_factory=dict)
+    """When an instance of this kind and model last went away."""
+
+    def add(self, event: Registered, prefill: PrefillCost, decode: DecodeCost, now: float) -> Part:
+        """The costs are used where the part is of that kind. Raises ValueError for a worker without key space."""
+        peer = event.peer
+        part = Part(event, now, Reported(peer.id, peer.incarnation, pages_free=event.capacity.pages))
+        if event.kind is PartKind.PREFILL:
+            self.prefill[peer.id] = PrefillLoad(part, _space_of(event), prefill)
+        elif event.kind is PartKind.DECODE:
+            self.decode[peer.id] = DecodeLoad(part, _space_of(event), decode)
+        elif event.kind is PartKind.NODE:
+            self.nodes[peer.id] = NodeLoad(part)
+        self.parts[peer.id] = part
+        return part
+
+    def remove(self, id_: PartId, now: float) -> Part:
+        part = self.parts.pop(id_)
+        self.prefill.pop(id_, None)
+        self.decode.pop(id_, None)
+        self.nodes.pop(id_, None)
+        self._lost_at[part.kind, part.registered.model] = now
+        return part
+
+    def find(self, id_: PartId, incarnation: Incarnation) -> Part | None:
+        part = self.parts.get(id_)
+        return part if part is not None and part.peer.incarnation == incarnation else None
+
+    def workers_of(self, node: PartId) -> list[Part]:
+        return [p for p in self.parts.values() if p.registered.node == node]
+
+    def prefill_for(self, model: str) -> Iterator[PrefillLoad]:
+        """Those that serve it and whose node is there."""
+        return (p for p in self.prefill.values() if _serves(p.part, model) and p.part.node_id in self.nodes)
+
+    def decode_for(self, model: str) -> Iterator[DecodeLoad]:
+        return (d for d in self.decode.values() if _serves(d.part, model) and d.part.node_id in self.nodes)
+
+    def is_expected(self, kind: PartKind, model: str, now: float) -> bool:
+        """Whether one may come (back) soon."""
+        waits_for_node = any(p.kind is kind and _serves(p, model) for p in self.parts.values())
+        starting = now - self.started_at < EXPECTED_SECONDS
+        return waits_for_node or starting or self.lost_recently(kind, model, now)
+
+    def lost_recently(self, kind: PartKind, model: str, now: float) -> bool:
+        """Whether an instance that was there may come back."""
+        lost_at = self._lost_at.get((kind, model))
+        return lost_at is not None and now - lost_at < EXPECTED_SECONDS
+
+    @property
+    def context_tokens(self) -> int:
+        """The longest prompt + output that some prefill and some decode instance both take."""
+        prefill = max((p.part.capacity.context_tokens for p in self.prefill.values()), default=0)
+        return min(prefill, max((d.part.capacity.context_tokens for d in self.decode.values()), default=0))
+
+    def announcement(self, to: Peer) -> FleetChanged:
+        parts = sorted(self.parts.values(), key=lambda p: p.id)
+        spaces = {p.space.id: p.space for p in self.prefill.values()}
+        spaces |= {d.space.id: d.space for d in self.decode.values()}
+        return FleetChanged(
+            to,
+            tuple(FleetPart(p.kind, p.peer, p.capacity, p.registered.node, p.registered.model) for p in parts),
+            tuple(self.nodes[p.id].peer for p in parts if p.kind is PartKind.NODE),
+            tuple(spaces[id_] for id_ in sorted(spaces)),
+            self.context_tokens,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where the tables of loads and parts disagree."""
+        tables = (
+            (PartKind.PREFILL, list(self.prefill)),
+            (PartKind.DECODE, list(self.decode)),
+            (PartKind.NODE, list(self.nodes)),
+        )
+        for kind, ids in tables:
+            assert ids == [id_ for id_, part in self.parts.items() if part.kind is kind], kind
+        for prefill in self.prefill.values():
+            assert prefill.queue.keys() == prefill.chains.keys()
+            assert all(seconds >= 0 for seconds in prefill.queue.values())
+        for decode in self.decode.values():
+            assert decode.pages_used >= 0
+            assert decode.strangers >= 0
+            assert all(share.pages > 0 for share in decode.assigned.values())
+        for node in self.nodes.values():
+            assert all(n >= 0 for n in (*node.rooms.values(), *node.sending.values()))
+
+
+def _serves(part: Part, model: str) -> bool:
+    return part.registered.model == model
+
+
+def _space_of(event: Registered) -> KeySpace:
+    if event.space is None:
+        raise ValueError(f"{event.peer.id} registers as a {event.kind.value} worker without a key space")
+    return event.space

@@ -1,0 +1,61 @@
+"""The admission checks, put to one request at one moment."""
+
+from __future__ import annotations
+
+from moonpool.core.admission import Prediction, Refusal, admit, check_queue
+from moonpool.core.events import RequestArrived
+from moonpool.core.fleet import Fleet
+from moonpool.core.placement import Choice
+from moonpool.core.requests import Request, Requests
+from moonpool.core.settings import ConductorConfig
+from moonpool.core.vocabulary import Slo
+
+_FIRST_RESIDENCE_SECONDS = 10.0
+"""Of a request in the batch, before any was seen."""
+_WEIGHT = 0.1
+
+
+class Gate:
+    """A request that has been placed once is never refused here any more."""
+
+    def __init__(self, config: ConductorConfig, fleet: Fleet) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._residence = _FIRST_RESIDENCE_SECONDS
+
+    def decoded(self, seconds: float) -> None:
+        """A request was in the batch for this long; tells how soon the next one ends."""
+        self._residence += _WEIGHT * (seconds - self._residence)
+
+    def at_arrival(self, event: RequestArrived, requests: Requests, now: float) -> Refusal | None:
+        if event.attempt > 1:
+            return None
+        loads = list(self._fleet.prefill_for(event.model))
+        queued = [seconds for load in loads for seconds in load.queue.values()]
+        backlog = sum(load.seconds(now) for load in loads)
+        if loads:
+            mean = sum(queued) / len(queued) if queued else loads[0].cost.seconds(event.prompt_tokens, 0)
+            backlog = (backlog + mean * max(requests.waiting - len(queued), 0)) / len(loads)
+        return check_queue(requests.waiting, self._config.queue_bound, backlog)
+
+    def at_placement(self, request: Request, choice: Choice, now: float) -> Refusal | None:
+        if request.accepted:
+            return None
+        ends_in = self._residence / max(self._fleet.decode[choice.decode.id].batch, 1)
+        ttft = now - request.first_arrived_at + choice.ttft_seconds
+        predicted = Prediction(ttft, choice.decode.tbt_seconds, ends_in)
+        return admit(self._config.admission, predicted, self._slo(request))
+
+    def while_held(self, request: Request, now: float) -> Refusal | None:
+        """One that cannot have its first token in time any more is told so at once."""
+        if request.accepted:
+            return None
+        predicted = Prediction(now - request.first_arrived_at, 0.0, 0.0)
+        return admit(self._config.admission, predicted, self._slo(request))
+
+    def _slo(self, request: Request) -> Slo:
+        own, default = request.arrived.slo, self._config.slo
+        return Slo(
+            default.ttft if own.ttft is None else own.ttft,
+            default.tbt if own.tbt is None else own.tbt,
+        )

@@ -1,0 +1,191 @@
+"""The Conductor's memory of the requests that are not over.
+
+    held -> room -> prefill -> moving -> decoding -> over
+      ^       |        |          |          |
+      +-------+        +----------+----------+-> resubmitted -> held (attempt + 1)
+
+`held`: waits for an instance or for room; `room`: the decode node is asked; `prefill`: at a prefill instance;
+`moving`: computed, the decode instance has not taken it yet; `resubmitted`: the attempt has failed, the gateway is
+asked for the next. From every phase a request may end: finished, rejected, cancelled.
+"""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from moonpool.core.events import RequestArrived
+from moonpool.core.placement import Choice
+from moonpool.core.vocabulary import BlockKey, KeySpace, PartId, RequestId
+
+REMEMBERED_ENDINGS = 4096
+
+
+class Phase(enum.Enum):
+    HELD = "held"
+    ROOM = "room"
+    PREFILL = "prefill"
+    MOVING = "moving"
+    DECODING = "decoding"
+    RESUBMITTED = "resubmitted"
+
+
+WAITING_PHASES = (Phase.HELD, Phase.ROOM, Phase.PREFILL, Phase.RESUBMITTED)
+"""These count against the queue bound."""
+AT_WORKERS = (Phase.PREFILL, Phase.MOVING, Phase.DECODING)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What one attempt was given, and what it booked."""
+
+    choice: Choice
+    space: KeySpace
+    keys: tuple[BlockKey, ...]
+    pages: int
+    room_bytes: int
+    asked_at: float
+
+
+@dataclass(slots=True)
+class Request:
+    arrived: RequestArrived
+    """Of the current attempt."""
+    serial: int
+    """Order of first arrival."""
+    first_arrived_at: float
+    deadline: float
+    phase: Phase
+    held_since: float
+    placement: Placement | None = None
+    failures: int = 0
+    preemptions: int = 0
+    avoid: PartId | None = None
+    """The instance that failed the last attempt."""
+    not_before: float = 0.0
+    """Repeated failures wait before they are tried again."""
+    accepted: bool = False
+    """It has been placed once: no SLO or queue bound refuses it any more."""
+    hold_sent: bool = False
+    joined_at: float = 0.0
+
+    @property
+    def id(self) -> RequestId:
+        return self.arrived.request
+
+    @property
+    def attempt(self) -> int:
+        return self.arrived.attempt
+
+    @property
+    def total_tokens(self) -> int:
+        return self.arrived.prompt_tokens + self.arrived.max_output_tokens
+
+    def keys_in(self, space: KeySpace) -> tuple[BlockKey, ...] | None:
+        """None where the gateway computed no keys for this space."""
+        return next((c.keys for c in self.arrived.chains if c.space == space.id), None)
+
+
+@dataclass(slots=True)
+class Requests:
+    _live: dict[RequestId, Request] = field(default_factory=dict)
+    _held: list[tuple[int, RequestId]] = field(default_factory=list)
+    """By first arrival, so that a preempted request comes before those that arrived after it."""
+    _in_room: dict[RequestId, None] = field(default_factory=dict)
+    """In the order in which they asked."""
+    _phases: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(Phase, 0))
+    _over: OrderedDict[RequestId, int] = field(default_factory=OrderedDict)
+    """The last attempt of requests that are over."""
+    _serial: int = 0
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def get(self, id_: RequestId) -> Request | None:
+        return self._live.get(id_)
+
+    def all(self) -> list[Request]:
+        return list(self._live.values())
+
+    def is_over(self, id_: RequestId, attempt: int) -> bool:
+        """Whether this is a late copy. A bounded memory: the newest REMEMBERED_ENDINGS.
+
+        A higher attempt is news: the gateway went on before it knew that the request was over.
+        """
+        return attempt <= self._over.get(id_, 0)
+
+    def add(self, event: RequestArrived, now: float) -> Request:
+        self._serial += 1
+        request = Request(event, self._serial, now, now + event.time_left, Phase.HELD, now, accepted=event.attempt > 1)
+        self._over.pop(request.id, None)
+        self._live[request.id] = request
+        self._enter(request, Phase.HELD)
+        return request
+
+    def renew(self, request: Request, event: RequestArrived, now: float) -> None:
+        """The gateway's next attempt; the phase becomes held."""
+        request.arrived = event
+        request.deadline = now + event.time_left
+        request.placement = None
+        request.hold_sent = False
+        request.held_since = now
+        self.move(request, Phase.HELD)
+
+    def move(self, request: Request, phase: Phase) -> None:
+        if phase is not request.phase:
+            self._leave(request)
+            self._enter(request, phase)
+
+    def end(self, request: Request) -> None:
+        self._leave(request)
+        del self._live[request.id]
+        self.remember(request.id, request.attempt)
+
+    def remember(self, id_: RequestId, attempt: int) -> None:
+        self._over[id_] = attempt
+        if len(self._over) > REMEMBERED_ENDINGS:
+            self._over.popitem(last=False)
+
+    def held(self) -> list[Request]:
+        return [self._live[id_] for _, id_ in self._held]
+
+    def in_room(self) -> list[Request]:
+        return [self._live[id_] for id_ in self._in_room]
+
+    def count(self, phase: Phase) -> int:
+        return self._phases[phase]
+
+    @property
+    def waiting(self) -> int:
+        return sum(self._phases[phase] for phase in WAITING_PHASES)
+
+    def _enter(self, request: Request, phase: Phase) -> None:
+        request.phase = phase
+        self._phases[phase] += 1
+        if phase is Phase.HELD:
+            insort(self._held, (request.serial, request.id))
+        elif phase is Phase.ROOM:
+            self._in_room[request.id] = None
+
+    def _leave(self, request: Request) -> None:
+        self._phases[request.phase] -= 1
+        if request.phase is Phase.HELD:
+            del self._held[bisect_left(self._held, (request.serial, request.id))]
+        elif request.phase is Phase.ROOM:
+            del self._in_room[request.id]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where a request is in no or in two phases."""
+        for phase in Phase:
+            assert self._phases[phase] == sum(r.phase is phase for r in self._live.values()), phase
+        assert [id_ for _, id_ in self._held] == [
+            r.id for r in sorted(self._live.values(), key=lambda r: r.serial) if r.phase is Phase.HELD
+        ]
+        assert sorted(self._in_room) == sorted(r.id for r in self._live.values() if r.phase is Phase.ROOM)
+        for request in self._live.values():
+            placed = request.phase in (Phase.ROOM, Phase.PREFILL, Phase.MOVING, Phase.DECODING)
+            assert placed == (request.placement is not None), f"{request.id} is {request.phase.value}"
+            assert request.id not in self._over
+        assert len(self._over) <= REMEMBERED_ENDINGS

@@ -1,0 +1,94 @@
+"""The Conductor's configuration, and what it counts of its decisions."""
+
+from __future__ import annotations
+
+from msgspec import Struct, field
+
+from moonpool.core.admission import ADMISSION_POLICIES, AdmissionPolicy
+from moonpool.core.cost import DecodeCoefficients, PrefillCoefficients, TransferCost
+from moonpool.core.placement import PLACEMENT_POLICIES, PlacementPolicy
+from moonpool.core.vocabulary import Slo
+
+
+class ConductorConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Raises ValueError for a value that cannot work."""
+
+    placement: PlacementPolicy = "algorithm-1"
+    admission: AdmissionPolicy = "early"
+    threshold: float = 1.5
+    """algorithm-1: fetch where the pool's longest run is at least this many times an instance's own; 1 or more."""
+    slo: Slo = Slo()
+    """Where a request brings none of its own."""
+    queue_bound: int = 256
+    """Most requests that are held, reserving or in prefill; a newcomer beyond gets 429."""
+    heartbeat_limit: float = 5.0
+    """Seconds of silence after which a part is lost."""
+    room_timeout: float = 2.0
+    """Seconds that a node has to answer `ReserveRoom`."""
+    max_failed_attempts: int = 8
+    """Preemptions do not count."""
+    output_share: float = 0.0
+    """Part of the output still to come, 0 to 1, for which a decode instance must have pages at placement.
+
+    One page to grow into is always booked; 1 never preempts, 0 packs the batch tightest.
+    """
+    hold_patience: float = 1.0
+    """Seconds after which a held request is not overtaken any more by later ones of its model."""
+    prefill_cost: PrefillCoefficients = PrefillCoefficients()
+    decode_cost: DecodeCoefficients = DecodeCoefficients()
+    transfer_cost: TransferCost = TransferCost()
+
+    def __post_init__(self) -> None:
+        _one_of("placement", self.placement, PLACEMENT_POLICIES)
+        _one_of("admission", self.admission, ADMISSION_POLICIES)
+        _at_least("threshold", self.threshold, 1.0)
+        _at_least("queue-bound", self.queue_bound, 1)
+        _at_least("max-failed-attempts", self.max_failed_attempts, 1)
+        for name, seconds in (
+            ("heartbeat-limit", self.heartbeat_limit),
+            ("room-timeout", self.room_timeout),
+            ("slo ttft", self.slo.ttft),
+            ("slo tbt", self.slo.tbt),
+        ):
+            if seconds is not None and not 0 < seconds < float("inf"):
+                raise ValueError(f"{name} is {seconds:g} s; give a finite time above 0")
+        if not 0 <= self.output_share <= 1:
+            raise ValueError(f"output-share is {self.output_share:g}; give a number from 0 to 1")
+
+
+class Decisions(Struct):
+    """Counted since this Conductor began."""
+
+    arrived: int = 0
+    placed: int = 0
+    held: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    rejected: dict[str, int] = field(default_factory=dict)
+    """By reason."""
+    resubmitted: dict[str, int] = field(default_factory=dict)
+    """By cause: `prefill-failed`, `decode-refused`, `preempted`, `lost`."""
+    room_refused: int = 0
+    room_timeouts: int = 0
+    fetches: int = 0
+    fetched_blocks: int = 0
+    hit_blocks: int = 0
+    """Of placed prompts, fetched ones included, as predicted."""
+    prompt_blocks: int = 0
+    """Whole blocks of placed prompts."""
+    parts_lost: int = 0
+    snapshots_asked: int = 0
+
+
+def count(table: dict[str, int], name: str) -> None:
+    table[name] = table.get(name, 0) + 1
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; choose one of {', '.join(allowed)}")
+
+
+def _at_least(name: str, value: float, least: float) -> None:
+    if not value >= least:
+        raise ValueError(f"{name} is {value:g}; the least is {least:g}")

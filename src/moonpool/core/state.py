@@ -1,0 +1,135 @@
+"""The Conductor's state as plain data, for /cluster."""
+
+from __future__ import annotations
+
+from msgspec import Struct, structs
+
+from moonpool.core.directory import Directory
+from moonpool.core.fleet import Fleet, Part
+from moonpool.core.requests import Phase, Requests
+from moonpool.core.settings import ConductorConfig, Decisions
+from moonpool.core.vocabulary import Capacity, PartKind
+
+
+class PartState(Struct, frozen=True, omit_defaults=True):
+    """What does not apply to a part's kind is left out."""
+
+    id: str
+    kind: str
+    incarnation: str
+    address: str
+    health: str
+    """`up`, or `waiting for its node`."""
+    silent_seconds: float
+    capacity: Capacity
+    model: str = ""
+    node: str = ""
+    queued: int | None = None
+    running: int | None = None
+    pages_free: int | None = None
+    context_tokens: int | None = None
+    used_bytes: int | None = None
+    """The five above as last reported by the part itself."""
+    assigned: int | None = None
+    """Requests that the Conductor has placed there and that are not over."""
+    queue_seconds: float | None = None
+    """Prefill: predicted until its queue is computed."""
+    committed_pages: int | None = None
+    """Decode: pages booked for the requests assigned there."""
+    cost: tuple[float, float, float] | None = None
+    """Coefficients fitted so far (`core/cost.py`)."""
+    rooms: int | None = None
+    room_bytes: int | None = None
+    """Nodes: rooms that requests have reserved and not yet left."""
+    blocks: dict[str, int] | None = None
+    """Nodes: whole blocks in the directory, by tier."""
+    index: str | None = None
+    """Nodes: `exact` or `catching-up`."""
+
+
+class HoldState(Struct, frozen=True):
+    request: str
+    attempt: int
+    held_seconds: float
+    time_left: float
+    prompt_tokens: int
+
+
+class ConductorState(Struct, frozen=True):
+    placement: str
+    admission: str
+    context_tokens: int
+    parts: tuple[PartState, ...]
+    requests: dict[str, int]
+    """By phase."""
+    holds: tuple[HoldState, ...]
+    decisions: Decisions
+    counters: dict[str, dict[str, float]] = {}
+    """By part, as it sends them; filled in by the driver."""
+
+
+def describe(
+    config: ConductorConfig, fleet: Fleet, directory: Directory, requests: Requests, decisions: Decisions, now: float
+) -> ConductorState:
+    return ConductorState(
+        placement=config.placement,
+        admission=config.admission,
+        context_tokens=fleet.context_tokens,
+        parts=tuple(_part(p, fleet, directory, now) for p in sorted(fleet.parts.values(), key=lambda p: p.id)),
+        requests={phase.value: requests.count(phase) for phase in Phase},
+        holds=tuple(
+            HoldState(r.id, r.attempt, now - r.held_since, r.deadline - now, r.arrived.prompt_tokens)
+            for r in requests.held()
+        ),
+        decisions=decisions,
+    )
+
+
+def _part(part: Part, fleet: Fleet, directory: Directory, now: float) -> PartState:
+    up = part.node_id in fleet.nodes or part.registered.node is None
+    reported = part.reported
+    state = PartState(
+        id=part.id,
+        kind=part.kind.value,
+        incarnation=part.peer.incarnation,
+        address=part.peer.address,
+        health="up" if up else "waiting for its node",
+        silent_seconds=max(now - part.heard_at, 0.0),
+        capacity=part.capacity,
+        model=part.registered.model,
+        node=part.registered.node or "",
+        queued=reported.queued,
+        running=reported.running,
+    )
+    match part.kind:
+        case PartKind.PREFILL:
+            prefill = fleet.prefill[part.id]
+            return structs.replace(
+                state,
+                pages_free=reported.pages_free,
+                assigned=len(prefill.queue),
+                queue_seconds=prefill.seconds(now),
+                cost=prefill.cost.fit.coefficients,
+            )
+        case PartKind.DECODE:
+            decode = fleet.decode[part.id]
+            return structs.replace(
+                state,
+                pages_free=reported.pages_free,
+                context_tokens=reported.context_tokens,
+                assigned=len(decode.assigned),
+                committed_pages=decode.committed_pages,
+                cost=decode.cost.fit.coefficients,
+            )
+        case PartKind.NODE:
+            node = fleet.nodes[part.id]
+            return structs.replace(
+                state,
+                used_bytes=reported.used_bytes,
+                rooms=len(node.rooms),
+                room_bytes=sum(node.rooms.values()),
+                blocks={tier.value: n for tier, n in directory.counts(part.id).items()},
+                index=directory.health(part.id).value,
+            )
+        case PartKind.GATEWAY:
+            return state

@@ -1,0 +1,237 @@
+"""Attention over pages for one packed batch: prefill chunks and decode tokens of several sequences.
+
+transformers' model code calls `paged_attention` (registered under `ATTENTION`) once a layer; the batch's
+shape, page tables and masks are prepared once a step in `Batch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from moonpool.engine.engine import Row
+from moonpool.engine.pages import Pages
+
+ATTENTION = "moonpool"
+PAD_LIMIT = 1.25
+"""Decode rows of different lengths share a padded gather while padding adds no more than this factor."""
+
+
+@dataclass(slots=True)
+class Chunk:
+    """A run of `count` tokens of one sequence at batch row `first`; `end` tokens have KV once it is written."""
+
+    first: int
+    count: int
+    end: int
+    k_rows: Tensor
+    v_rows: Tensor
+    mask: Tensor | None
+
+
+@dataclass(slots=True)
+class DecodeGroup:
+    """Single tokens of several sequences whose page tables are padded to one length."""
+
+    rows: Tensor
+    k_rows: Tensor
+    v_rows: Tensor
+    size: int
+    span: int
+    mask: Tensor | None
+
+
+class Scratch:
+    """Reused buffers for gathered K and V: fresh ones of some MiB a layer cost more in page faults than the copy.
+
+    They grow to the largest batch seen, at most to all pages once per padded row.
+    """
+
+    def __init__(self, pages: Pages, dtype: torch.dtype) -> None:
+        self._pages, self._dtype = pages, dtype
+        self._buffers = self._allocate(16)
+
+    def _allocate(self, rows: int) -> tuple[Tensor, Tensor]:
+        shape = (rows, *self._pages.shape[2:])
+        empty = [torch.empty(shape, dtype=self._dtype, device=self._pages.device) for _ in range(2)]
+        return empty[0], empty[1]
+
+    def gather(self, cache: Tensor, k_rows: Tensor, v_rows: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V pages [n, block_tokens, kv_heads, head_dim], valid until the next call."""
+        count = len(k_rows)
+        if count > len(self._buffers[0]):
+            self._buffers = self._allocate(2 * count)
+        key, value = (buffer[:count] for buffer in self._buffers)
+        torch.index_select(cache, 0, k_rows, out=key)
+        torch.index_select(cache, 0, v_rows, out=value)
+        return key, value
+
+
+class Batch:
+    """One step's packed tokens. `ids`, `positions`: [1, T]; `last`: [rows], the packed index of each row's last token."""
+
+    def __init__(
+        self, pages: Pages, scratch: Scratch, rows: Sequence[Row], on_layer: Callable[[int], None] | None
+    ) -> None:
+        self.pages, self.scratch, self.on_layer = pages, scratch, on_layer
+        self._device = device = pages.device
+        self._block = pages.block_tokens
+        ids: list[int] = []
+        positions: list[Tensor] = []
+        slots: list[Tensor] = []
+        last: list[int] = []
+        decodes: list[tuple[int, Row]] = []
+        self.chunks: list[Chunk] = []
+        for row in rows:
+            first, end = len(ids), row.start + row.count
+            ids.extend(row.tokens[row.start : end])
+            span = torch.arange(row.start, end)
+            positions.append(span)
+            slots.append(self._slots(row, span))
+            last.append(first + row.count - 1)
+            if row.count == 1:
+                decodes.append((first, row))
+            else:
+                self.chunks.append(self._chunk(first, row))
+        self.groups = [self._group(group) for group in _alike(decodes, self._block)]
+        self.ids = torch.tensor([ids], device=device)
+        self.positions = torch.cat(positions)[None].to(device)
+        self.last = torch.tensor(last, device=device)
+        k_slots = torch.cat(slots)
+        self._kv_slots = torch.cat((k_slots, k_slots + self._block)).to(device)
+
+    def _slots(self, row: Row, span: Tensor) -> Tensor:
+        """Where K of each token goes in the flat view of tokens; V is one block further."""
+        low = row.start // self._block
+        high = (row.start + row.count - 1) // self._block + 1
+        table = torch.tensor(row.pages[low:high])
+        return table[span // self._block - low] * (2 * self._block) + span % self._block
+
+    def _chunk(self, first: int, row: Row) -> Chunk:
+        end = row.start + row.count
+        table = 2 * torch.tensor(row.pages[: _pages(end, self._block)], device=self._device)
+        mask = None
+        if row.start > 0:
+            keys = torch.arange(end, device=self._device)
+            mask = keys[None, :] <= keys[row.start :, None]
+        return Chunk(first, row.count, end, table, table + 1, mask)
+
+    def _group(self, decodes: list[tuple[int, Row]]) -> DecodeGroup:
+        ends = [row.start + 1 for _, row in decodes]
+        span = max(ends)
+        width = _pages(span, self._block)
+        table = torch.full((len(decodes), width), self.pages.zero_page)
+        for index, (_, row) in enumerate(decodes):
+            used = _pages(ends[index], self._block)
+            table[index, :used] = torch.tensor(row.pages[:used])
+        rows = 2 * table.flatten().to(self._device)
+        mask = None
+        if min(ends) < span:
+            mask = (torch.arange(span)[None, :] < torch.tensor(ends)[:, None])[:, None, None, :].to(self._device)
+        firsts = torch.tensor([first for first, _ in decodes], device=self._device)
+        return DecodeGroup(firsts, rows, rows + 1, len(decodes), span, mask)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """Write this layer's KV, tell `on_layer`, attend. query [T, H, D]; key, value [T, KV, D]; gives [T, H, D]."""
+        self.pages.slots(layer).index_copy_(0, self._kv_slots, torch.cat((key, value)))
+        if self.on_layer is not None:
+            self.on_layer(layer)
+        cache = self.pages.rows(layer)
+        if not self.chunks and len(self.groups) == 1:
+            return _decode(self.groups[0], cache, self.scratch, query, scale)
+        out = torch.empty_like(query)
+        for chunk in self.chunks:
+            part = slice(chunk.first, chunk.first + chunk.count)
+            out[part] = _prefill(chunk, cache, self.scratch, query[part], key[part], value[part], scale)
+        for group in self.groups:
+            picked = query.index_select(0, group.rows)
+            out.index_copy_(0, group.rows, _decode(group, cache, self.scratch, picked, scale))
+        return out
+
+
+def _pages(tokens: int, block: int) -> int:
+    return -(-tokens // block)
+
+
+def _alike(decodes: list[tuple[int, Row]], block: int) -> list[list[tuple[int, Row]]]:
+    """Split single tokens into groups whose page tables may be padded to one length.
+
+    All in one group, in batch order, where that is cheap enough; else by length, longest first.
+    """
+    if not decodes:
+        return []
+    used = [_pages(row.start + 1, block) for _, row in decodes]
+    if max(used) * len(used) <= PAD_LIMIT * sum(used):
+        return [decodes]
+    groups: list[list[tuple[int, Row]]] = []
+    width = total = 0
+    for pages, item in sorted(zip(used, decodes, strict=True), key=lambda pair: (-pair[0], pair[1][0])):
+        if groups and width * (len(groups[-1]) + 1) <= PAD_LIMIT * (total + pages):
+            groups[-1].append(item)
+            total += pages
+        else:
+            groups.append([item])
+            width = total = pages
+    return groups
+
+
+def _prefill(
+    chunk: Chunk, cache: Tensor, scratch: Scratch, query: Tensor, key: Tensor, value: Tensor, scale: float | None
+) -> Tensor:
+    """[count, H, D] from [count, H, D]; the first chunk of a sequence needs no gather."""
+    if chunk.mask is not None:
+        key, value = (
+            part.flatten(0, 1)[: chunk.end] for part in scratch.gather(cache, chunk.k_rows, chunk.v_rows)
+        )
+    out = F.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        key.transpose(0, 1)[None],
+        value.transpose(0, 1)[None],
+        attn_mask=chunk.mask,
+        is_causal=chunk.mask is None,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out[0].transpose(0, 1)
+
+
+def _decode(group: DecodeGroup, cache: Tensor, scratch: Scratch, query: Tensor, scale: float | None) -> Tensor:
+    """[size, H, D] from [size, H, D]; the heads of one KV head are its query rows, so K and V are not repeated.
+
+    Masked positions are pages of zeros, or the rest of a page that was cleared before use: never NaN.
+    """
+    heads, dim = query.shape[1:]
+    kv_heads = cache.shape[2]
+    key, value = (
+        part.view(group.size, -1, kv_heads, dim)[:, : group.span]
+        for part in scratch.gather(cache, group.k_rows, group.v_rows)
+    )
+    out = F.scaled_dot_product_attention(
+        query.reshape(group.size, kv_heads, heads // kv_heads, dim),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attn_mask=group.mask,
+        scale=scale,
+    )
+    return out.reshape(group.size, heads, dim)
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    batch: Batch,
+    scaling: float | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query [1, H, T, D], key and value [1, KV, T, D]; gives [1, T, H, D]."""
+    layer = int(module.layer_idx)  # a plain attribute of every attention module in the verified families
+    out = batch.attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), scaling)
+    return out[None], None

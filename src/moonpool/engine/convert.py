@@ -1,0 +1,31 @@
+"""`python -m moonpool.engine.convert FILE.gguf OUT`: a GGUF model to a float32 safetensors directory.
+
+Runs as its own process, so that whoever pulls a model does not keep torch in memory.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+
+def convert(gguf: Path, out: Path) -> None:
+    """Write config, generation config, tokenizer with its chat template, and weights to `out`."""
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    # The weights are float by now, but the model still says that it is quantized and would refuse to be saved.
+    model.hf_quantizer, model.is_quantized, model.quantization_method = None, False, None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+if __name__ == "__main__":
+    convert(Path(sys.argv[1]), Path(sys.argv[2]))

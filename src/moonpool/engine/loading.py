@@ -1,0 +1,87 @@
+"""Weights from a local directory into transformers' model code: safetensors or GGUF only, no remote code.
+
+Safetensors stay memory-mapped, so workers on one host share the page cache's copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from moonpool.engine.attention import ATTENTION
+from moonpool.errors import ModelError
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Parameters of mallopt(3)."""
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to reuse big activations instead of returning each to the system: page faults cost some 10 % of prefill."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):  # another C library
+        return
+    mallopt(M_MMAP_THRESHOLD, 1 << 30)
+    mallopt(M_TRIM_THRESHOLD, 256 << 20)
+
+
+def gguf_file(path: Path) -> str | None:
+    """The directory's GGUF file, where it has no safetensors."""
+    if any(path.glob("*.safetensors")):
+        return None
+    found = sorted(path.glob("*.gguf"))
+    return found[0].name if found else None
+
+
+def load_config(path: Path) -> PretrainedConfig:
+    try:
+        config = AutoConfig.from_pretrained(path, gguf_file=gguf_file(path), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{path}: no configuration that transformers knows: {_line(error)}") from error
+    return config
+
+
+def load_model(path: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The causal model in evaluation mode, attention bound to our pages."""
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        model: PreTrainedModel
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            gguf_file=gguf_file(path),
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ModelError(f"{path}: the weights do not load: {_line(error)}") from error
+    lacking = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    if lacking:
+        raise ModelError(f"{path}: {len(lacking)} tensors are missing or of the wrong shape, first {lacking[0]}")
+    if not hasattr(model, "model") or not hasattr(model, "lm_head"):
+        raise ModelError(f"{path}: {config.model_type} has no `.model` and `.lm_head`; it cannot be driven layer by layer")
+    return model.eval().requires_grad_(False).to(device)
+
+
+def end_tokens(model: PreTrainedModel, config: PretrainedConfig) -> frozenset[int]:
+    """End-of-sequence ids of the generation configuration, else of the model's."""
+    generation: GenerationConfig | None = model.generation_config
+    ends = generation.eos_token_id if generation is not None else None
+    if ends is None:
+        ends = config.eos_token_id
+    if ends is None:
+        return frozenset()
+    return frozenset(ends) if isinstance(ends, list) else frozenset((int(ends),))
+
+
+def _line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__

@@ -1,0 +1,152 @@
+"""`TorchEngine`: transformers' model code over our paged attention. Packed batches, one torch thread unless asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+
+from moonpool.core.blocks import key_space_id
+from moonpool.core.vocabulary import KeySpace
+from moonpool.engine.attention import ATTENTION, Batch, Scratch, paged_attention
+from moonpool.engine.engine import Bytes, Draw, Row
+from moonpool.engine.families import inspect
+from moonpool.engine.loading import end_tokens, keep_freed_memory, load_config, load_model
+from moonpool.engine.model import fingerprint
+from moonpool.engine.pages import DevicePages, Pages
+from moonpool.engine.sampling import draw
+from moonpool.errors import ModelError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+AttentionInterface.register(ATTENTION, paged_attention)
+
+
+class TorchEngine:
+    """A model on one device. `path`: a local model directory (see `model.resolve`).
+
+    `poison` (tests) starts with all pages full of NaN, so that a read of memory nobody wrote shows.
+    Raises `ModelError` for a model that would be computed wrongly or does not load.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        block_tokens: int = 64,
+        page_count: int,
+        dtype: str = "float32",
+        threads: int = 1,
+        device: str = "cpu",
+        poison: bool = False,
+    ) -> None:
+        if dtype not in DTYPES:
+            raise ModelError(f"dtype {dtype} is unknown; choose one of {', '.join(DTYPES)}")
+        torch.set_num_threads(threads)
+        keep_freed_memory()
+        config = load_config(path)
+        self.shape = shape = inspect(config, path.name)
+        self.device = torch.device(device)
+        self._model: PreTrainedModel = load_model(path, config, DTYPES[dtype], self.device)
+        self._pages = self._make_pages(page_count, block_tokens, DTYPES[dtype])
+        self._scratch = Scratch(self._pages, DTYPES[dtype])
+        self.poison = poison
+        if poison:
+            for page in range(page_count):
+                self.poison_page(page)
+        self.ends = end_tokens(self._model, config)
+        """The model's own end tokens."""
+        self._space = KeySpace(
+            id=key_space_id(
+                model_fingerprint=fingerprint(path),
+                dtype=dtype,
+                block_tokens=block_tokens,
+                layers=shape.layers,
+                kv_heads=shape.kv_heads,
+                head_dim=shape.head_dim,
+            ),
+            block_tokens=block_tokens,
+            runs=shape.layers,
+            run_bytes=self._pages.run_bytes,
+        )
+
+    def _make_pages(self, page_count: int, block_tokens: int, dtype: torch.dtype) -> Pages:
+        kind: type[Pages] = Pages
+        if self.device.type != "cpu":
+            kind = DevicePages
+        return kind(
+            layers=self.shape.layers,
+            page_count=page_count,
+            block_tokens=block_tokens,
+            kv_heads=self.shape.kv_heads,
+            head_dim=self.shape.head_dim,
+            dtype=dtype,
+            device=self.device,
+        )
+
+    @property
+    def space(self) -> KeySpace:
+        return self._space
+
+    @property
+    def page_count(self) -> int:
+        return self._pages.page_count
+
+    @property
+    def context_tokens(self) -> int:
+        return self.shape.context_tokens
+
+    def clear(self, page: int) -> None:
+        self._pages.clear(page)
+
+    def poison_page(self, page: int) -> None:
+        """Fill a free page with NaN; whoever uses it without `clear` or a full load gets NaN out."""
+        self._pages.fill(page, float("nan"))
+
+    def run(self, layer: int, page: int) -> Bytes:
+        return self._pages.run(layer, page)
+
+    def tail_runs(self, layer: int, page: int, tokens: int) -> tuple[Bytes, Bytes]:
+        return self._pages.tail_runs(layer, page, tokens)
+
+    def step(self, rows: Sequence[Row], on_layer: Callable[[int], None] | None = None) -> list[Draw | None]:
+        """See `Engine.step`. Raises ValueError for a row outside its pages or the context."""
+        with torch.inference_mode():
+            batch, logits = self._forward(rows, on_layer)
+            drawn = iter(draw([row for row in rows if row.sampling is not None], logits, self.ends))
+        del batch
+        return [None if row.sampling is None else next(drawn) for row in rows]
+
+    def logits(self, rows: Sequence[Row]) -> Tensor:
+        """Compute the rows; [rows with `sampling`, vocabulary] float32 instead of draws, for comparisons."""
+        with torch.inference_mode():
+            return self._forward(rows, None)[1]
+
+    def _forward(self, rows: Sequence[Row], on_layer: Callable[[int], None] | None) -> tuple[Batch, Tensor]:
+        for row in rows:
+            self._check(row)
+        self._pages.settle(rows)
+        batch = Batch(self._pages, self._scratch, rows, on_layer)
+        hidden = self._model.model(
+            input_ids=batch.ids, position_ids=batch.positions, use_cache=False, batch=batch
+        ).last_hidden_state[0]
+        picked = [index for index, row in enumerate(rows) if row.sampling is not None]
+        if not picked:
+            return batch, hidden.new_empty((0, self.shape.vocabulary), dtype=torch.float32)
+        last = batch.last[torch.tensor(picked, device=self.device)]
+        logits = self._model.lm_head(hidden.index_select(0, last)).float()
+        if self.shape.logits_divisor != 1.0:
+            logits /= self.shape.logits_divisor
+        return batch, logits
+
+    def _check(self, row: Row) -> None:
+        end = row.start + row.count
+        if row.count < 1 or row.start < 0 or end > len(row.tokens):
+            raise ValueError(f"row computes tokens {row.start}..{end} of {len(row.tokens)}")
+        if end > self.context_tokens:
+            raise ValueError(f"row ends at token {end}, the context is {self.context_tokens}")
+        if len(row.pages) * self.space.block_tokens < end:
+            raise ValueError(f"row needs {end} tokens of pages and has {len(row.pages)} of {self.space.block_tokens}")

@@ -1,0 +1,248 @@
+"""`TimedEngine`: no model, real bytes. It sleeps as long as its cost model says and moves KV like any engine.
+
+Its "KV" is a pure function of the tokens: position i has a state, h(i) = mix(h(i-1) + (token + 1) * ODD), and the
+bytes of K and V of each layer at that position are words mixed from it; the first word of layer 0's K is the state
+itself, from which a later chunk goes on. The next token is a weighted sum over *all* bytes in the pages, so a block
+that is wrong, swapped, stale or torn gives another token. `reference_tokens` says what is right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from moonpool.core.blocks import key_space_id
+from moonpool.core.cost import DecodeCoefficients, PrefillCoefficients
+from moonpool.core.vocabulary import KeySpace
+from moonpool.engine.engine import Bytes, Draw, Row
+from moonpool.wire.messages import Sampling
+
+Words = npt.NDArray[np.uint64]
+
+WORD = 8
+ODD = 0x9E3779B97F4A7C15
+MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+MASK = (1 << 64) - 1
+
+
+class TimedConfig(msgspec.Struct, frozen=True):
+    """What the engine pretends to be. A token's KV is `layers * 2 * words_per_half * 8` bytes."""
+
+    layers: int = 4
+    words_per_half: int = 8
+    """8-byte words of K, and of V, of one token in one layer."""
+    vocabulary: int = 49_152
+    context_tokens: int = 8192
+    end_token: int | None = None
+    """Ends a request when it happens to be drawn; None: every request runs to its max_tokens."""
+    prefill: PrefillCoefficients = PrefillCoefficients()
+    decode: DecodeCoefficients = DecodeCoefficients()
+
+
+class TimedEngine:
+    """See the module. `poison` fills pages with garbage at the start, as `poison_page` does."""
+
+    def __init__(
+        self, *, page_count: int, block_tokens: int = 64, config: TimedConfig | None = None, poison: bool = False
+    ) -> None:
+        self.config = config = config or TimedConfig()
+        self._block = block_tokens
+        shape = (config.layers, page_count, 2, block_tokens, config.words_per_half)
+        self._memory: Words = np.zeros(shape, np.uint64)
+        self._sums: dict[int, tuple[int, int, int]] = {}
+        """Page -> (its index in the sequence, tokens summed, sum), as long as nobody asked for its bytes."""
+        self.poison = poison
+        self._space = _space(config, block_tokens)
+        if poison:
+            for page in range(page_count):
+                self.poison_page(page)
+
+    @property
+    def space(self) -> KeySpace:
+        return self._space
+
+    @property
+    def page_count(self) -> int:
+        return int(self._memory.shape[1])
+
+    @property
+    def context_tokens(self) -> int:
+        return self.config.context_tokens
+
+    def clear(self, page: int) -> None:
+        self._sums.pop(page, None)
+        self._memory[:, page] = 0
+
+    def poison_page(self, page: int) -> None:
+        self._sums.pop(page, None)
+        self._memory[:, page] = 0xDEAD_BEEF
+
+    def run(self, layer: int, page: int) -> Bytes:
+        """A view to fill must be asked for anew each time: it makes the next step read the page's bytes again."""
+        self._sums.pop(page, None)
+        return self._memory[layer, page].view(np.uint8).reshape(-1)
+
+    def tail_runs(self, layer: int, page: int, tokens: int) -> tuple[Bytes, Bytes]:
+        self._sums.pop(page, None)
+        halves = self._memory[layer, page, :, :tokens]
+        return halves[0].view(np.uint8).reshape(-1), halves[1].view(np.uint8).reshape(-1)
+
+    def step(self, rows: Sequence[Row], on_layer: Callable[[int], None] | None = None) -> list[Draw | None]:
+        """See `Engine.step`. Takes the cost model's seconds, or what the hashing takes if that is more."""
+        began = time.monotonic()
+        seconds = self._seconds(rows)
+        for row in rows:
+            self._check(row)
+        states = [self._states(row) for row in rows]
+        for layer in range(self.config.layers):
+            for row, state in zip(rows, states, strict=True):
+                self._write(layer, row, state)
+            due = began + seconds * (layer + 1) / self.config.layers
+            time.sleep(max(0.0, due - time.monotonic()))
+            if on_layer is not None:
+                on_layer(layer)
+        return [None if row.sampling is None else self._draw(row, row.sampling) for row in rows]
+
+    def _check(self, row: Row) -> None:
+        end = row.start + row.count
+        if row.count < 1 or row.start < 0 or end > len(row.tokens):
+            raise ValueError(f"row computes tokens {row.start}..{end} of {len(row.tokens)}")
+        if end > self.context_tokens:
+            raise ValueError(f"row ends at token {end}, the context is {self.context_tokens}")
+        if len(row.pages) * self._block < end:
+            raise ValueError(f"row needs {end} tokens of pages and has {len(row.pages)} of {self._block}")
+
+    def _seconds(self, rows: Sequence[Row]) -> float:
+        """Prefill rows and the decode batch are summed as if they came one after the other."""
+        prefill, decode = self.config.prefill, self.config.decode
+        seconds = 0.0
+        decoding = [row for row in rows if row.count == 1]
+        for row in rows:
+            if row.count > 1:
+                end = row.start + row.count
+                seconds += prefill.fixed + prefill.per_token * row.count
+                seconds += prefill.per_token_squared * (end**2 - row.start**2)
+        if decoding:
+            context = sum(row.start + 1 for row in decoding)
+            seconds += decode.fixed + decode.per_request * len(decoding) + decode.per_context_token * context
+        return seconds
+
+    def _states(self, row: Row) -> Words:
+        """[count] states of the row's positions, going on from what the page before says."""
+        state = 0
+        if row.start > 0:
+            page, slot = divmod(row.start - 1, self._block)
+            state = int(self._memory[0, row.pages[page], 0, slot, 0])
+        states = np.empty(row.count, np.uint64)
+        for index in range(row.count):
+            state = mix((state + (row.tokens[row.start + index] + 1) * ODD) & MASK)
+            states[index] = state
+        return states
+
+    def _write(self, layer: int, row: Row, states: Words) -> None:
+        values = _kv(layer, states, self.config.words_per_half)
+        done = 0
+        while done < row.count:
+            index, slot = divmod(row.start + done, self._block)
+            count = min(self._block - slot, row.count - done)
+            page = row.pages[index]
+            self._memory[layer, page, :, slot : slot + count] = values[:, done : done + count]
+            done += count
+
+    def _draw(self, row: Row, sampling: Sampling) -> Draw:
+        end = row.start + row.count
+        total = sum(self._page_sum(page, index, end) for index, page in enumerate(row.pages[: -(-end // self._block)]))
+        token = mix(total & MASK) % self.config.vocabulary
+        ends = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos and self.config.end_token is not None:
+            ends.add(self.config.end_token)
+        if end - row.prompt_tokens < sampling.min_tokens:
+            while token in ends:
+                token = (token + 1) % self.config.vocabulary
+        if sampling.logprobs is None:
+            return Draw(token, is_end=token in ends)
+        return Draw(token, 0.0, [(token, 0.0)][: sampling.logprobs], token in ends)
+
+    def _page_sum(self, page: int, index: int, end: int) -> int:
+        """Over the bytes of the page's tokens below `end`; only new ones are read if the rest is known."""
+        used = min(end - index * self._block, self._block)
+        known_index, known, total = self._sums.get(page, (index, 0, 0))
+        if known_index != index or known > used:
+            known = total = 0
+        if known < used:
+            words = self._memory[:, page, :, known:used]
+            total = (total + _weigh(words, index * self._block + known)) & MASK
+            self._sums[page] = (index, used, total)
+        return total
+
+
+def mix(value: int) -> int:
+    """splitmix64's finalizer."""
+    value = ((value ^ (value >> 30)) * MIX[0]) & MASK
+    value = ((value ^ (value >> 27)) * MIX[1]) & MASK
+    return value ^ (value >> 31)
+
+
+def _mix(values: Words) -> Words:
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(MIX[0])
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(MIX[1])
+    return values ^ (values >> np.uint64(31))
+
+
+def _kv(layer: int, states: Words, width: int) -> Words:
+    """[2, count, width]: the words of K and V of one layer at the positions of these states."""
+    places = np.arange(layer * 2 * width, (layer + 1) * 2 * width, dtype=np.uint64).reshape(2, 1, width)
+    words = _mix(states[None, :, None] + (places + np.uint64(1)) * np.uint64(ODD))
+    if layer == 0:
+        words[0, :, 0] = states
+    return words
+
+
+def _weigh(words: Words, position: int) -> int:
+    """Sum over [layer, half, token, word] with an odd weight for each place, so that any one changed word shows."""
+    layers, halves, tokens, width = words.shape
+    positions = np.arange(position, position + tokens, dtype=np.uint64).reshape(1, 1, tokens, 1)
+    places = np.arange(layers * halves * width, dtype=np.uint64).reshape(layers, halves, 1, width)
+    weights = _mix(positions * np.uint64(1 << 20) + places) | np.uint64(1)
+    return int((words * weights).sum(dtype=np.uint64))
+
+
+def _space(config: TimedConfig, block_tokens: int) -> KeySpace:
+    name = hashlib.sha256(f"timed {config.layers} {config.words_per_half} {config.vocabulary}".encode()).hexdigest()
+    return KeySpace(
+        id=key_space_id(
+            model_fingerprint=name,
+            dtype="uint64",
+            block_tokens=block_tokens,
+            layers=config.layers,
+            kv_heads=1,
+            head_dim=config.words_per_half,
+        ),
+        block_tokens=block_tokens,
+        runs=config.layers,
+        run_bytes=2 * block_tokens * config.words_per_half * WORD,
+    )
+
+
+def reference_tokens(prompt: Sequence[int], count: int, config: TimedConfig | None = None) -> list[int]:
+    """The `count` tokens that follow `prompt` where no end token is set: plain integers, no pages, no blocks, no engine.
+
+    A live stream of a request without `stop_token_ids` must be exactly this, whatever moved where.
+    """
+    config = config or TimedConfig()
+    width = config.words_per_half
+    tokens, state, total, done = list(prompt), 0, 0, 0
+    while len(tokens) < len(prompt) + count:
+        for position in range(done, len(tokens)):
+            state = mix((state + (tokens[position] + 1) * ODD) & MASK)
+            for place in range(config.layers * 2 * width):
+                word = state if place == 0 else mix((state + (place + 1) * ODD) & MASK)
+                total += word * (mix((position << 20) + place) | 1)
+        done = len(tokens)
+        tokens.append(mix(total & MASK) % config.vocabulary)
+    return tokens[len(prompt) :]

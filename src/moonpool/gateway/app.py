@@ -1,0 +1,187 @@
+"""The routes (DESIGN §11)."""
+
+from __future__ import annotations
+
+import hmac
+import importlib.metadata
+import time
+from functools import partial
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp
+
+from moonpool.core.vocabulary import PartKind
+from moonpool.errors import PeerUnavailable
+from moonpool.gateway.completions import Completions, Desk, read_body
+from moonpool.gateway.front import Front
+from moonpool.gateway.meters import Meters
+from moonpool.gateway.problem import ApiError
+from moonpool.wire.security import is_loopback
+
+Part = tuple[str, str, dict[str, float]]
+"""Id, kind, counters."""
+
+POSTS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
+
+
+def make_app(desk: Desk, meters: Meters) -> ASGIApp:
+    """The gateway as an ASGI application."""
+    pages = Pages(desk, meters)
+    gets = {
+        "/health": pages.health,
+        "/ready": pages.ready,
+        "/version": pages.version,
+        "/metrics": pages.metrics,
+        "/cluster": pages.cluster,
+        "/v1/models": pages.models,
+        "/v1/models/{model:path}": pages.model,
+    }
+    routes = [
+        Route(POSTS[0], Completions(desk, chat=True), methods=["POST"]),
+        Route(POSTS[1], Completions(desk, chat=False), methods=["POST"]),
+        Route(POSTS[2], pages.tokenize, methods=["POST"]),
+        Route(POSTS[3], pages.detokenize, methods=["POST"]),
+        *(Route(path, page, methods=["GET"]) for path, page in gets.items()),
+    ]
+    router = Router(routes, redirect_slashes=False)
+    return Front(router, desk.config, meters, frozenset({*POSTS, *gets}), frozenset(POSTS))
+
+
+class Pages:
+    """Everything but the completions."""
+
+    def __init__(self, desk: Desk, meters: Meters) -> None:
+        self._desk = desk
+        self._meters = meters
+        self._created = int(time.time())
+
+    async def health(self, request: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        lacks = self._desk.cluster.lacks
+        return _json({"ready": True}) if lacks is None else _json({"ready": False, "reason": lacks}, 503)
+
+    async def version(self, request: Request) -> Response:
+        return _json({"version": version()})
+
+    async def models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        if name != self._desk.config.served_model_name:
+            message = f"the model {name[:128]!r} does not exist here"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return _json(self._model())
+
+    async def tokenize(self, request: Request) -> Response:
+        desk = self._desk
+        body = await read_body(request.headers, request.receive, desk.config)
+        ids, asked = await desk.intake.on_thread(partial(desk.intake.tokenize, body))
+        names = [desk.tokenizer.token_name(i) for i in ids] if asked.strings else None
+        return _json(
+            {"count": len(ids), "max_model_len": desk.cluster.context_tokens, "tokens": ids, "token_strs": names}
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        desk = self._desk
+        body = await read_body(request.headers, request.receive, desk.config)
+        return _json({"prompt": await desk.intake.on_thread(partial(desk.intake.detokenize, body))})
+
+    async def cluster(self, request: Request) -> Response:
+        """The Conductor's state with this gateway's numbers; 503 within 2 s when it does not answer."""
+        desk = self._desk
+        self._check_admin(request)
+        try:
+            state = msgspec.json.decode(await desk.cluster.describe(), type=dict[str, msgspec.Raw])
+        except PeerUnavailable as e:
+            raise ApiError(503, str(e), code="no_conductor") from None
+        own = {
+            "seats_taken": desk.seats.taken,
+            "running": desk.cluster.running,
+            "waiting": desk.cluster.waiting,
+            "answers_remembered": len(desk.answers),
+            "context_tokens": desk.cluster.context_tokens,
+            **desk.cluster.totals,
+        }
+        return _json(state | {"gateway": own})
+
+    async def metrics(self, request: Request) -> Response:
+        """The gateway's own, and, while the Conductor answers, the counters of all parts."""
+        desk = self._desk
+        try:
+            parts = counters_in(await desk.cluster.describe())
+        except PeerUnavailable:
+            parts = []
+        fleet = desk.cluster.fleet
+        pages = sum(p.capacity.pages for p in fleet.parts if p.kind is PartKind.DECODE) if fleet is not None else 0
+        used = sum(values.get("pages_used", 0.0) for _, kind, values in parts if kind == PartKind.DECODE.value)
+        self._meters.kv_usage.set(used / pages if pages else 0.0)
+        return Response(self._meters.page(parts), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def _model(self) -> dict[str, object]:
+        return {
+            "id": self._desk.config.served_model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "moonpool",
+            "max_model_len": self._desk.cluster.context_tokens,
+        }
+
+    def _check_admin(self, request: Request) -> None:
+        config = self._desk.config
+        if is_loopback(config.host):
+            return
+        if config.admin_key is None:
+            raise ApiError(403, "cluster paths are closed off loopback until an admin key is configured")
+        given = request.headers.get("authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {config.admin_key}".encode()):
+            raise ApiError(401, "cluster paths need the admin key as a bearer token", code="invalid_api_key")
+
+
+def version() -> str:
+    try:
+        return importlib.metadata.version("moonpool")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+class _DescribedPart(msgspec.Struct):
+    """The numbers of `core.state.PartState` that are worth a metric."""
+
+    id: str
+    kind: str
+    queued: int | None = None
+    running: int | None = None
+    assigned: int | None = None
+    pages_free: int | None = None
+    used_bytes: int | None = None
+    rooms: int | None = None
+    room_bytes: int | None = None
+    blocks: dict[str, float] = {}
+
+
+class _Described(msgspec.Struct):
+    parts: list[_DescribedPart] = []
+    counters: dict[str, dict[str, float]] = {}
+    decisions: dict[str, object] = {}
+
+
+def counters_in(state: bytes) -> list[Part]:
+    """The numbers of all parts, and the Conductor's own decisions, in its description (`core.state.ConductorState`)."""
+    described = msgspec.json.decode(state, type=_Described)
+    decisions = {name: float(n) for name, n in described.decisions.items() if isinstance(n, int | float)}
+    parts: list[Part] = [("conductor", "conductor", decisions)]
+    for part in described.parts:
+        gauges = {name: n for name, n in msgspec.structs.asdict(part).items() if isinstance(n, int)}
+        blocks = {f"blocks_{tier}": n for tier, n in part.blocks.items()}
+        parts.append((part.id, part.kind, gauges | blocks | described.counters.get(part.id, {})))
+    return parts
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")

@@ -1,0 +1,208 @@
+"""/v1/chat/completions and /v1/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive, Scope, Send
+
+from moonpool.core.vocabulary import RejectReason, Slo
+from moonpool.gateway.answers import AnswerMemory
+from moonpool.gateway.choice import Choice
+from moonpool.gateway.cluster import Cluster
+from moonpool.gateway.config import GatewayConfig
+from moonpool.gateway.exchange import DRAIN_SECONDS, Exchange
+from moonpool.gateway.front import LABEL, SUMMARY, respond
+from moonpool.gateway.generation import Job
+from moonpool.gateway.intake import Intake, Intended
+from moonpool.gateway.problem import ApiError, ClientGoneError, invalid, refused
+from moonpool.gateway.replies import Shape, usage_of
+from moonpool.gateway.seats import Seats
+from moonpool.gateway.tokenizer import Tokenizer
+
+MAX_SLO_MS = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """What the endpoints share."""
+
+    config: GatewayConfig
+    tokenizer: Tokenizer
+    intake: Intake
+    answers: AnswerMemory
+    cluster: Cluster
+    seats: Seats
+    abort: Callable[[object], None]
+    """Break the connection of this client (the scope's `client`)."""
+
+
+class Completions:
+    """An ASGI endpoint."""
+
+    def __init__(self, desk: Desk, *, chat: bool) -> None:
+        self._desk = desk
+        self._chat = chat
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        desk = self._desk
+        arrived = asyncio.get_running_loop().time()
+        headers = Headers(scope=scope)
+        slo = _read_slo(headers, desk.config.slo)
+        with desk.seats.take() as booking:
+            body = await read_body(headers, receive, desk.config)
+            if not desk.cluster.context_tokens:
+                raise refused(RejectReason.NO_INSTANCE, desk.cluster.lacks or "the cluster is not ready", 1.0)
+            exchange = Exchange(desk.cluster, desk.answers if self._chat else None)
+            watch = asyncio.create_task(_watch(receive, exchange.lose_client))
+            try:
+                intended = await self._intend(body)
+                exchange.check_client()
+                booking.extend(len(intended.prompts) - 1)
+                self._submit(exchange, intended, slo, arrived, scope[LABEL])
+                await self._answer(exchange, intended, scope, send)
+            finally:
+                exchange.cancel("its response has ended")
+                watch.cancel()
+                scope[SUMMARY] = _summary(exchange)
+
+    async def _intend(self, body: bytes) -> Intended:
+        desk = self._desk
+        read = desk.intake.chat if self._chat else desk.intake.completion
+        return await desk.intake.on_thread(partial(read, body, desk.cluster.context_tokens, desk.cluster.spaces))
+
+    def _submit(self, exchange: Exchange, intended: Intended, slo: Slo, arrived: float, label: str) -> None:
+        desk = self._desk
+        for index, prompt in enumerate(intended.prompts):
+            job = Job(
+                label=label,
+                prompt=prompt.tokens,
+                chains=prompt.chains,
+                sampling=prompt.sampling,
+                salt=intended.ask.salt,
+                slo=slo,
+                priority=intended.ask.priority,
+                arrived=arrived,
+                deadline=arrived + desk.config.request_timeout,
+            )
+            generation = desk.cluster.submit(job, exchange.changed)
+            exchange.choices.append(Choice(index, generation, desk.tokenizer, intended.ask.stop))
+
+    async def _answer(self, exchange: Exchange, intended: Intended, scope: Scope, send: Send) -> None:
+        desk = self._desk
+        shape = Shape(
+            desk.tokenizer,
+            id_=secrets.token_hex(12),
+            created=int(time.time()),
+            model=desk.config.served_model_name,
+            fingerprint=fingerprint(desk),
+            chat=self._chat,
+            ask=intended.ask,
+        )
+        if not intended.ask.stream:
+            await respond(send, 200, await exchange.whole(shape))
+            return
+        with _patience(exchange, desk.config.stream_buffer, lambda: desk.abort(scope.get("client"))):
+            await exchange.stream(shape, _stream_start(), send)
+
+
+async def read_body(headers: Headers, receive: Receive, config: GatewayConfig) -> bytes:
+    """The request's body, within its limits of size and time. Raises ApiError, ClientGoneError."""
+    limit = config.max_body_bytes
+    declared = headers.get("content-length", "")
+    if declared.isdigit() and int(declared[:20]) > limit:
+        raise _too_large(limit)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(config.body_timeout):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError("the client went away before its request was complete")
+                body += message.get("body", b"")
+                if len(body) > limit:
+                    raise _too_large(limit)
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {config.body_timeout:g} s") from None
+
+
+def fingerprint(desk: Desk) -> str:
+    """Names what computes: it changes with the model, its dtype or its layout."""
+    known = "|".join([desk.config.served_model_name, *(space.id for space in desk.cluster.spaces)])
+    return "fp_" + hashlib.sha256(known.encode()).hexdigest()[:12]
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+
+
+async def _watch(receive: Receive, gone: Callable[[], None]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    gone()
+
+
+@contextlib.contextmanager
+def _patience(exchange: Exchange, stream_buffer: int, abort: Callable[[], None]) -> Iterator[None]:
+    """Bound how long a reader may take: past the deadline one that lags far is cut off, another gets a moment more."""
+    loop = asyncio.get_running_loop()
+
+    timers: list[asyncio.TimerHandle] = []
+
+    def at_deadline() -> None:
+        if exchange.lag() > stream_buffer:
+            abort()
+        else:
+            timers.append(loop.call_later(DRAIN_SECONDS, abort))
+
+    timers.append(loop.call_at(exchange.choices[0].generation.job.deadline, at_deadline))
+    try:
+        yield
+    finally:
+        for timer in timers:
+            timer.cancel()
+
+
+def _stream_start() -> Message:
+    headers = [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+    ]
+    return {"type": "http.response.start", "status": 200, "headers": headers}
+
+
+def _read_slo(headers: Headers, default: Slo) -> Slo:
+    ttft, tbt = _read_milliseconds(headers, "x-slo-ttft-ms"), _read_milliseconds(headers, "x-slo-tpot-ms")
+    return Slo(default.ttft if ttft is None else ttft, default.tbt if tbt is None else tbt)
+
+
+def _read_milliseconds(headers: Headers, name: str) -> float | None:
+    """In seconds."""
+    value = headers.get(name)
+    if value is None:
+        return None
+    if not re.fullmatch(r"\d{1,10}(\.\d{1,9})?", value) or not 0 < float(value) <= MAX_SLO_MS:
+        raise invalid(name, f"{name} must be a number of milliseconds above 0 and up to {MAX_SLO_MS:g}")
+    return float(value) / 1000
+
+
+def _summary(exchange: Exchange) -> str:
+    if not exchange.choices:
+        return ""
+    usage = usage_of(exchange.choices)
+    ids = ",".join(c.generation.request for c in exchange.choices[:8])
+    ends = ",".join(sorted({c.finish or "unfinished" for c in exchange.choices}))
+    cached = usage.prompt_tokens_details.cached_tokens
+    return f", {ids}: prompt {usage.prompt_tokens} ({cached} cached), output {usage.completion_tokens}, {ends}"

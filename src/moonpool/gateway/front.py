@@ -1,0 +1,137 @@
+"""What every HTTP request passes first (id, Host, content type), and where every error becomes a response."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from moonpool.gateway.config import GatewayConfig
+from moonpool.gateway.meters import Meters
+from moonpool.gateway.problem import ApiError, ClientGoneError, invalid
+from moonpool.wire.security import is_loopback
+
+log = logging.getLogger(__name__)
+
+REQUEST_ID = "x-request-id"
+MAX_ID_CHARS = 128
+LABEL = "moonpool.label"
+"""Key of the request's id in the ASGI scope."""
+SUMMARY = "moonpool.summary"
+"""Key of what an endpoint adds to the request's log line."""
+_QUIET = frozenset({"/health", "/ready", "/metrics"})
+_WILDCARDS = ("", "0.0.0.0", "::")
+
+
+class Front:
+    """The outermost ASGI application."""
+
+    def __init__(
+        self, app: ASGIApp, config: GatewayConfig, meters: Meters, paths: frozenset[str], posts: frozenset[str]
+    ) -> None:
+        self._app = app
+        self._meters = meters
+        self._paths = paths
+        """The paths there are, for the metrics' labels."""
+        self._posts = posts
+        """Those that take a JSON body."""
+        self._any_host = "*" in config.allowed_hosts
+        own = () if config.host in _WILDCARDS else (config.host,)
+        self._hosts = frozenset(name.lower().strip("[]") for name in (*own, *config.allowed_hosts))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        began = time.monotonic()
+        headers = Headers(scope=scope)
+        label = f"req-{secrets.token_hex(8)}"
+        status = 0
+
+        async def send_labelled(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID] = label
+            await send(message)
+
+        try:
+            label = _check_id(headers.get(REQUEST_ID), label)
+            scope[LABEL] = label
+            scope[SUMMARY] = ""
+            scope["app"] = self  # makes starlette raise where it would answer in plain text
+            self._check(scope["method"], scope["path"], headers)
+            await self._app(scope, receive, send_labelled)
+        except ApiError as e:
+            if not status:
+                await respond(send_labelled, e.status, e.body(), e.headers)
+        except HTTPException as e:
+            problem = _not_routed(e, scope["method"], scope["path"])
+            await respond(send_labelled, problem.status, problem.body(), problem.headers)
+        except ClientGoneError:
+            status = status or 499
+        except Exception:
+            log.exception("request %s: failed", label)
+            if not status:
+                await respond(send_labelled, 500, ApiError(500, "the gateway failed; its log says why").body())
+        finally:
+            self._note(scope, label, status, time.monotonic() - began)
+
+    def _check(self, method: str, path: str, headers: Headers) -> None:
+        if method == "POST" or path.startswith("/cluster"):
+            self._check_host(headers.get("host", ""))
+        if method == "POST":
+            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json" and path in self._posts:
+                shown = f", not {kind[:64]!r}" if kind else ""
+                raise ApiError(415, f"the content type must be application/json{shown}", param="content-type")
+
+    def _check_host(self, host: str) -> None:
+        name = host_name(host)
+        if not (self._any_host or name in self._hosts or is_loopback(name)):
+            raise invalid("host", f"this server is not known as {name[:128]!r}: add it to its allowed hosts")
+
+    def _note(self, scope: Scope, label: str, status: int, seconds: float) -> None:
+        path = scope["path"] if scope["path"] in self._paths else "other"
+        self._meters.answered(path, status)
+        level = logging.DEBUG if path in _QUIET and status < 500 else logging.INFO
+        shown = path if path != "other" else repr(scope["path"][:128])
+        summary = scope.get(SUMMARY, "")
+        log.log(level, "request %s: %s %s %d in %.3f s%s", label, scope["method"], shown, status, seconds, summary)
+
+
+def host_name(host: str) -> str:
+    """The name or address in a Host header, lower case, without port and brackets."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.rpartition(":")[0].lower() if host.count(":") == 1 else host.lower()
+
+
+async def respond(
+    send: Send, status: int, body: bytes, headers: dict[str, str] | None = None, kind: str = "application/json"
+) -> None:
+    """A complete response."""
+    raw = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
+    raw += [(name.encode("latin-1"), value.encode("latin-1")) for name, value in (headers or {}).items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _not_routed(error: HTTPException, method: str, path: str) -> ApiError:
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        message = f"{method} is not allowed for {path[:128]}: use {allowed}"
+        return ApiError(405, message, code="method_not_allowed", headers={"allow": allowed})
+    return ApiError(404, f"there is no {path[:128]} here", code="not_found")
+
+
+def _check_id(given: str | None, drawn: str) -> str:
+    """The client's id where it is fit for headers and log lines, a drawn one where there is none. Raises ApiError."""
+    if given is None:
+        return drawn
+    if not 0 < len(given) <= MAX_ID_CHARS or not all("!" <= c <= "~" for c in given):
+        raise invalid(REQUEST_ID, f"{REQUEST_ID} must be 1 to {MAX_ID_CHARS} visible ASCII characters without spaces")
+    return given

@@ -1,0 +1,68 @@
+"""Everything that can be wrong with a request, in OpenAI's error shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import msgspec
+
+from moonpool.core.vocabulary import RejectReason
+from moonpool.errors import MoonpoolError
+
+REASON_HEADER = "x-moonpool-reason"
+
+_STATUS = {
+    RejectReason.QUEUE_FULL: 429,
+    RejectReason.KV_ROOM: 429,
+    RejectReason.TTFT_SLO: 429,
+    RejectReason.TBT_SLO: 429,
+    RejectReason.CONTEXT: 400,
+    RejectReason.NO_INSTANCE: 503,
+    RejectReason.ATTEMPTS: 503,
+    RejectReason.DEADLINE: 504,
+}
+_TYPES = {403: "permission_error", 429: "rate_limit_error"}
+
+
+class ApiError(MoonpoolError):
+    """Answered with `status` and `{"error": {message, type, param, code}}`."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> bytes:
+        kind = _TYPES.get(self.status) or ("server_error" if self.status >= 500 else "invalid_request_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+
+class ClientGoneError(MoonpoolError):
+    """Nobody waits for the answer any more."""
+
+
+def invalid(param: str, message: str, code: str | None = None) -> ApiError:
+    """400: the client's fault; `param` is the field."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def refused(reason: RejectReason, message: str, retry_after: float | None) -> ApiError:
+    """A rejection as docs/protocol.md maps it. `retry_after` in seconds is rounded up: clients read whole seconds."""
+    headers = {REASON_HEADER: reason.value}
+    if retry_after is not None:
+        headers["retry-after"] = str(max(1, math.ceil(retry_after)))
+    code = "context_length_exceeded" if reason is RejectReason.CONTEXT else reason.value.replace("-", "_")
+    return ApiError(_STATUS[reason], message, code=code, headers=headers)

@@ -1,0 +1,131 @@
+"""A gateway's life: it listens, joins, serves, and stops within two seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+
+from moonpool.errors import ConfigError
+from moonpool.gateway.answers import AnswerMemory
+from moonpool.gateway.app import make_app
+from moonpool.gateway.cluster import Cluster
+from moonpool.gateway.completions import Desk
+from moonpool.gateway.config import GatewayConfig
+from moonpool.gateway.intake import Intake
+from moonpool.gateway.meters import Meters
+from moonpool.gateway.seats import Seats
+from moonpool.gateway.tokenizer import Tokenizer
+from moonpool.wire.link import Link
+from moonpool.wire.security import is_loopback
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 1024
+KEEP_ALIVE_SECONDS = 30
+STOP_SECONDS = 0.7
+"""For streams to tell their readers; then connections are broken."""
+
+
+async def run_gateway(link: Link, conductor: str, config: GatewayConfig, listener: socket.socket | None = None) -> None:
+    """Serve HTTP until cancelled. `conductor`: its control address.
+
+    `listener`: from `listen`, where the port must be taken before anything else is done. Raises ConfigError where the
+    port is taken or no Conductor answers, ModelError where the tokenizer cannot be loaded.
+    """
+    listener = listener or listen(config.host, config.port)
+    try:
+        tokenizer = await asyncio.to_thread(Tokenizer.load, config.model_path)
+        gateway = Gateway(link, conductor, config, tokenizer)
+        await gateway.run(listener)
+    finally:
+        listener.close()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ConfigError."""
+    if not is_loopback(host):
+        log.warning("HTTP on %s:%d is open to the network", host, port)
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, proto)
+    except OSError as e:
+        raise ConfigError(f"cannot listen on {host}:{port}: {e.strerror}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as e:
+        listener.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {e.strerror}; choose another with --port") from None
+    return listener
+
+
+class Gateway:
+    """All parts of one gateway."""
+
+    def __init__(self, link: Link, conductor: str, config: GatewayConfig, tokenizer: Tokenizer) -> None:
+        self.meters = Meters(config.served_model_name)
+        self.cluster = Cluster(link, conductor, config.served_model_name, self.meters)
+        self.seats = Seats(config.max_concurrent)
+        self.answers = AnswerMemory(config.answers_remembered)
+        self._intake = Intake(config, tokenizer, self.answers)
+        self.meters.watch("num_requests_running", "Requests at a worker.", lambda: self.cluster.running)
+        self.meters.watch("num_requests_waiting", "Requests that wait for a place.", lambda: self.cluster.waiting)
+        desk = Desk(config, tokenizer, self._intake, self.answers, self.cluster, self.seats, self._abort)
+        self._server = _Server(
+            uvicorn.Config(
+                make_app(desk, self.meters),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                interface="asgi3",
+                proxy_headers=False,
+                server_header=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=1,
+            )
+        )
+
+    async def run(self, listener: socket.socket) -> None:
+        serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        member = asyncio.create_task(self.cluster.run())
+        try:
+            done, _ = await asyncio.wait((serving, member), return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            self._server.should_exit = True
+            self.cluster.cancel_all("the gateway is stopping")
+            await asyncio.wait((serving,), timeout=STOP_SECONDS)
+            for connection in list(self._server.server_state.connections):
+                connection.transport.abort()
+            await asyncio.wait((serving,), timeout=STOP_SECONDS)
+            serving.cancel()
+            member.cancel()
+            await asyncio.wait((serving, member))
+            self._intake.close()
+
+    def check_integrity(self) -> None:
+        self.cluster.check_integrity()
+        self.seats.check_integrity()
+        self.answers.check_integrity()
+
+    def _abort(self, client: object) -> None:
+        """Break a connection whose reader does not read: closing it would wait for the reader."""
+        for connection in list(self._server.server_state.connections):
+            if client is not None and getattr(connection, "client", None) == client:
+                connection.transport.abort()
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals belong to the process's own loop."""
+        yield

@@ -1,0 +1,173 @@
+"""The Conductor's driver: envelopes in, `Conductor.handle`, actions out to their addressees, timers.
+
+All decisions are in `core/conductor.py`. What goes wrong in there ends the process (its supervisor starts it
+again and the parts register anew): a Conductor that lost a fact must not go on deciding.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import OrderedDict
+
+import msgspec
+
+from moonpool.core import actions as act
+from moonpool.core import events as ev
+from moonpool.core.conductor import Conductor, ConductorConfig
+from moonpool.core.vocabulary import NodePeer, PartId, Peer, RequestId
+from moonpool.wire.link import Link
+from moonpool.wire.messages import Counters, Describe, Description, Envelope
+
+log = logging.getLogger(__name__)
+
+BURST = 64
+"""Envelopes handled in a row before timers get their turn."""
+REMEMBERED_LABELS = 8192
+
+
+async def run_conductor(link: Link, config: ConductorConfig, *, seed: int | None = None) -> None:
+    """Runs until cancelled. An exception from the decision core is logged with its event and passes through."""
+    driver = _Driver(link, Conductor(config, secrets.randbits(32) if seed is None else seed))
+    log.info("conductor at %s: placement %s, admission %s", link.me.address, config.placement, config.admission)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(driver.receive())
+            tasks.create_task(driver.wake())
+    except* Exception as group:
+        raise group.exceptions[0] from None
+
+
+class _Driver:
+    def __init__(self, link: Link, conductor: Conductor) -> None:
+        self._link = link
+        self._conductor = conductor
+        self._clock = asyncio.get_running_loop().time
+        self._wake_at: float | None = None
+        self._wake_changed = asyncio.Event()
+        self._counters: dict[PartId, Counters] = {}
+        self._labels: OrderedDict[RequestId, str] = OrderedDict()
+        self._there: dict[PartId, str] = {}
+
+    async def receive(self) -> None:
+        while True:
+            for _ in range(BURST):
+                self._take(await self._link.receive())
+            await asyncio.sleep(0)
+
+    async def wake(self) -> None:
+        while True:
+            delay = None if self._wake_at is None else max(self._wake_at - self._clock(), 0.0)
+            self._wake_changed.clear()
+            try:
+                async with asyncio.timeout(delay):
+                    await self._wake_changed.wait()
+            except TimeoutError:
+                self._wake_at = None
+                self._apply(ev.Woke(), self._link.me)
+
+    def _take(self, envelope: Envelope) -> None:
+        body = envelope.body
+        if isinstance(body, ev.Event):
+            self._apply(body, envelope.sender)
+        elif isinstance(body, Counters):
+            self._counters[body.id] = body
+        elif isinstance(body, Describe):
+            self._link.post(body.to, Description(body.serial, self.describe()))
+        else:
+            log.warning("%s from %s is nothing for a Conductor, dropped", type(body).__name__, envelope.sender.id)
+
+    def describe(self) -> bytes:
+        """The body of GET /cluster: `core.state.ConductorState` as JSON, with the counters of its parts."""
+        state = self._conductor.describe(self._clock())
+        counters = {
+            part.id: self._counters[id_].values
+            for part in state.parts
+            if (id_ := PartId(part.id)) in self._counters and self._counters[id_].incarnation == part.incarnation
+        }
+        return msgspec.json.encode(msgspec.structs.replace(state, counters=counters))
+
+    def _apply(self, event: ev.Event, sender: Peer) -> None:
+        self._note(event)
+        try:
+            actions = self._conductor.handle(event, self._clock())
+        except Exception:
+            log.exception("the decision core failed on %r from %s; the Conductor ends", event, sender.id)
+            raise
+        for action in actions:
+            self._perform(action, sender)
+
+    def _perform(self, action: act.Action, sender: Peer) -> None:
+        match action:
+            case act.WakeAt(at=at):
+                self._wake_at = at
+                self._wake_changed.set()
+                return
+            case act.Place(gateway=to) | act.Reject(gateway=to) | act.Hold(gateway=to) | act.Resubmit(gateway=to):
+                self._note_answer(action)
+            case act.ReserveRoom(node=node) | act.ReleaseRoom(node=node) | act.SendSnapshot(node=node):
+                to = _control(node)
+            case act.RegisterAgain():
+                # The core has no address of a part that it does not know; the heartbeat's envelope has.
+                to = sender
+            case act.FleetChanged(to=to):
+                self._note_fleet(action)
+            case act.Cancel(to=to):
+                pass
+        log.debug("-> %s %s", to.id, _brief(action))
+        self._link.post(to, action)
+
+    # What an operator reads
+
+    def _note(self, event: ev.Event) -> None:
+        if isinstance(event, ev.RequestArrived):
+            self._labels[event.request] = event.label
+            self._labels.move_to_end(event.request)
+            if len(self._labels) > REMEMBERED_LABELS:
+                self._labels.popitem(last=False)
+        if isinstance(event, ev.Lost):
+            log.info("%s reported lost: %s", event.id, event.reason)
+        elif log.isEnabledFor(logging.DEBUG) and not isinstance(event, ev.Woke | ev.Reported):
+            log.debug("%s %s", _brief(event), self._label(getattr(event, "request", None)))
+
+    def _note_answer(self, action: act.Place | act.Reject | act.Hold | act.Resubmit) -> None:
+        label = self._label(action.request)
+        match action:
+            case act.Reject():
+                log.info("%s rejected %s: %s: %s", _brief(action), label, action.reason.value, action.message)
+            case act.Resubmit():
+                log.info("%s placed again %s: %s", _brief(action), label, action.reason)
+            case act.Hold():
+                log.debug("%s held %s: %s", _brief(action), label, action.reason)
+            case act.Place():
+                log.debug(
+                    "%s placed %s: prefill %s, decode %s, %d blocks hit, %d fetched, first token in %.3f s",
+                    *(_brief(action), label, action.prefill.id, action.decode.id, action.hit_blocks),
+                    *(action.fetch.count if action.fetch else 0, action.expected_ttft),
+                )
+
+    def _note_fleet(self, action: act.FleetChanged) -> None:
+        now: dict[PartId, str] = {part.peer.id: part.peer.incarnation for part in action.parts}
+        for id_, incarnation in now.items():
+            if self._there.get(id_) != incarnation:
+                log.info("%s registered (%s)", id_, incarnation)
+        for id_ in self._there:
+            if id_ not in now:
+                log.info("%s lost", id_)
+        self._there = now
+
+    def _label(self, request: RequestId | None) -> str:
+        label = self._labels.get(request, "") if request is not None else ""
+        return f"[{label}]" if label else "[-]"
+
+
+def _control(node: NodePeer) -> Peer:
+    return Peer(node.id, node.incarnation, node.address)
+
+
+def _brief(message: ev.Event | act.Action) -> str:
+    """Name, request and attempt: block keys would fill the log."""
+    fields = (getattr(message, name, None) for name in ("request", "attempt", "node", "instance", "id"))
+    known = (f if isinstance(f, str | int) else getattr(f, "id", "") for f in fields if f is not None)
+    return " ".join((type(message).__name__, *map(str, known)))

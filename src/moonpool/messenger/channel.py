@@ -1,0 +1,199 @@
+"""One tcp connection of the data plane: handshake, frames, payload, each with a deadline (docs/protocol.md)."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+import time
+from typing import Annotated, Final
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+
+from moonpool.core.vocabulary import BlockKey, KeySpaceId, RequestId
+from moonpool.errors import TransferError
+from moonpool.messenger.transfer import TAIL, Bytes
+
+MAX_HEADER_BYTES = 16 << 20
+PIECE_BYTES = 1 << 20
+"""Most bytes of one system call: long enough to be fast, short enough to notice a deadline."""
+HANDSHAKE_SECONDS = 5.0
+
+_MAGIC = b"moonpool data 1\n"
+_NONCE_BYTES = 32
+_MAC_BYTES = 32
+_LENGTH = struct.Struct("<I")
+_WELCOME = b"+"
+
+Count = Annotated[int, Meta(ge=0, le=1 << 20)]
+
+
+class Arriving(Struct, frozen=True, array_like=True):
+    """The header of one `RoomWrite`; its payload follows the frame, in the order of the items."""
+
+    request: RequestId
+    attempt: int
+    block: Annotated[int, Meta(ge=TAIL, le=1 << 20)]
+    first_run: Count
+    runs: Annotated[int, Meta(ge=1, le=1 << 20)]
+    nbytes: Annotated[int, Meta(ge=0, le=1 << 40)]
+    checksums: tuple[int, ...]
+
+
+class Write(Struct, frozen=True, tag=True):
+    writes: tuple[Arriving, ...]
+    time_left: float
+
+
+class Read(Struct, frozen=True, tag=True):
+    space: KeySpaceId
+    keys: tuple[BlockKey, ...]
+    time_left: float
+
+
+class Done(Struct, frozen=True, tag=True):
+    """The answer to `Write`; empty: every run is in its room and its checksum is right."""
+
+    failure: str = ""
+
+
+class Blocks(Struct, frozen=True, tag=True):
+    """The answer to `Read`: `count` leading blocks follow, `block_bytes` each."""
+
+    count: Count
+    block_bytes: Annotated[int, Meta(ge=0, le=1 << 40)]
+    checksums: tuple[int, ...]
+
+
+Header = Write | Read | Done | Blocks
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_decoder: Final = msgspec.msgpack.Decoder(Header)
+
+
+class Channel:
+    """A connected socket. Methods raise OSError when the connection breaks, TimeoutError past `until` (monotonic)."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._scratch: Bytes | None = None
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A host that vanishes without a word is noticed by the kernel, not only by the transfer's deadline.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)
+
+    def send(self, data: Bytes | bytes, until: float, more: bool = False) -> None:
+        """`more` tells the kernel that further bytes follow at once."""
+        view = memoryview(data if isinstance(data, bytes) else data.data)
+        for start in range(0, len(view), PIECE_BYTES):
+            piece = view[start : start + PIECE_BYTES]
+            is_last = start + PIECE_BYTES >= len(view) and not more
+            self._wait_at_most(until)
+            self._socket.sendall(piece, 0 if is_last else socket.MSG_MORE)
+
+    def receive_into(self, target: Bytes, until: float) -> None:
+        view = target.data
+        while len(view):
+            self._wait_at_most(until)
+            received = self._socket.recv_into(view[:PIECE_BYTES])
+            if not received:
+                raise ConnectionResetError("the peer closed the connection")
+            view = view[received:]
+
+    def skip(self, nbytes: int, until: float) -> None:
+        """Receive bytes and throw them away."""
+        if self._scratch is None:
+            self._scratch = np.empty(PIECE_BYTES, np.uint8)
+        for start in range(0, nbytes, PIECE_BYTES):
+            self.receive_into(self._scratch[: nbytes - start], until)
+
+    def send_header(self, header: Header, until: float, more: bool = False) -> None:
+        data = _encoder.encode(header)
+        if len(data) > MAX_HEADER_BYTES:
+            raise TransferError(
+                f"the header of one transfer has {len(data)} bytes, at most {MAX_HEADER_BYTES}: send fewer runs at once"
+            )
+        self.send(_LENGTH.pack(len(data)) + data, until, more)
+
+    def receive_header(self, until: float, body_seconds: float | None = None) -> Header:
+        """The next frame. With `body_seconds` the time between its first bytes and its last is limited to that.
+
+        Raises EOFError where the peer closed the connection between two frames, TransferError for what is no frame.
+        """
+        self._wait_at_most(until)
+        start = self._socket.recv(_LENGTH.size)
+        if not start:
+            raise EOFError
+        if body_seconds is not None:
+            until = min(until, time.monotonic() + body_seconds)
+        length_bytes = np.zeros(_LENGTH.size, np.uint8)
+        length_bytes[: len(start)] = np.frombuffer(start, np.uint8)
+        self.receive_into(length_bytes[len(start) :], until)
+        (length,) = _LENGTH.unpack(length_bytes.tobytes())
+        if length > MAX_HEADER_BYTES:
+            raise TransferError(f"a frame announces {length} bytes, at most {MAX_HEADER_BYTES}")
+        data = np.empty(length, np.uint8)
+        self.receive_into(data, until)
+        try:
+            return _decoder.decode(data.data)
+        except msgspec.MsgspecError as e:
+            raise TransferError(f"unreadable frame of {length} bytes: {e}") from None
+
+    def shut(self) -> None:
+        """Break the connection from any thread: whoever waits for it gets an error at once."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _wait_at_most(self, until: float) -> None:
+        seconds = until - time.monotonic()
+        if seconds <= 0:
+            raise TimeoutError("the deadline has passed")
+        self._socket.settimeout(seconds)
+
+
+def greet(channel: Channel, key: bytes, until: float) -> None:
+    """The connecting side of the handshake. Raises TransferError if the other side does not know the key."""
+    until = min(until, time.monotonic() + HANDSHAKE_SECONDS)
+    mine = secrets.token_bytes(_NONCE_BYTES)
+    channel.send(_MAGIC + mine, until)
+    answer = np.empty(_NONCE_BYTES + _MAC_BYTES, np.uint8)
+    channel.receive_into(answer, until)
+    theirs, proof = answer[:_NONCE_BYTES].tobytes(), answer[_NONCE_BYTES:].tobytes()
+    if not hmac.compare_digest(proof, _proof(key, b"server", mine, theirs)):
+        raise TransferError("data handshake refused: the other side has another cluster token")
+    channel.send(_proof(key, b"client", mine, theirs), until)
+    welcome = np.empty(1, np.uint8)
+    channel.receive_into(welcome, until)
+
+
+def admit(channel: Channel, key: bytes) -> None:
+    """The accepting side of the handshake. Raises TransferError for a peer that does not know the key."""
+    until = time.monotonic() + HANDSHAKE_SECONDS
+    hello = np.empty(len(_MAGIC) + _NONCE_BYTES, np.uint8)
+    channel.receive_into(hello, until)
+    if hello[: len(_MAGIC)].tobytes() != _MAGIC:
+        raise TransferError("data handshake refused: not a Moonpool peer, or one of another version")
+    theirs = hello[len(_MAGIC) :].tobytes()
+    mine = secrets.token_bytes(_NONCE_BYTES)
+    channel.send(mine + _proof(key, b"server", theirs, mine), until)
+    proof = np.empty(_MAC_BYTES, np.uint8)
+    channel.receive_into(proof, until)
+    if not hmac.compare_digest(proof.tobytes(), _proof(key, b"client", theirs, mine)):
+        raise TransferError("data handshake refused: the peer has another cluster token")
+    channel.send(_WELCOME, until)
+
+
+def _proof(key: bytes, role: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
+    return hmac.digest(key, role + client_nonce + server_nonce, hashlib.sha256)

@@ -1,0 +1,181 @@
+"""Messenger's listening side over tcp: a thread a connection, straight between socket and arena."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections import Counter
+
+from moonpool.errors import ConfigError, TransferError
+from moonpool.messenger.channel import Arriving, Blocks, Channel, Done, Read, Write, admit
+from moonpool.messenger.transfer import Landing, Store, checksum
+from moonpool.wire.security import check_token, data_key
+
+log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 256
+IDLE_SECONDS = 120.0
+"""Longer than the connecting side keeps an idle connection, so that it is the one to close it."""
+FRAME_SECONDS = 5.0
+"""From a header's first byte to its last."""
+LONGEST_SECONDS = 3600.0
+CLOSE_SECONDS = 5.0
+
+
+class TcpServer:
+    """Serves a node's store to other nodes and their workers. Threads start at once, `close` ends them."""
+
+    def __init__(self, host: str, port: int, token: str | None, store: Store) -> None:
+        """Port 0 takes a free one. Raises ConfigError if the address cannot be listened on."""
+        check_token(token, host)
+        self._key = data_key(token)
+        self._store = store
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._open: dict[Channel, threading.Thread] = {}
+        self._closed = False
+        family = socket.AF_INET6 if ":" in host.strip("[]") else socket.AF_INET
+        try:
+            self._listener = socket.create_server((host.strip("[]"), port), family=family, backlog=128)
+        except OSError as e:
+            raise ConfigError(f"cannot listen for data on {host}:{port}: {e.strerror}") from None
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self._acceptor = threading.Thread(target=self._accept, name="messenger accept", daemon=True)
+        self._acceptor.start()
+
+    def counters(self) -> dict[str, float]:
+        """Since the start: payload bytes in and out, transfers of each kind, what went wrong."""
+        names = ("bytes_in", "bytes_out", "writes", "reads", "refused_connections", "checksum_failures")
+        with self._lock:
+            return {name: float(self._counts[name]) for name in names}
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            running = dict(self._open)
+        self._listener.shutdown(socket.SHUT_RDWR)
+        for channel in running:
+            channel.shut()
+        until = time.monotonic() + CLOSE_SECONDS
+        for thread in (self._acceptor, *running.values()):
+            thread.join(max(0.0, until - time.monotonic()))
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, peer = self._listener.accept()
+            except OSError:
+                if self._closed:
+                    return
+                # Out of descriptors, or a peer that went away before it was accepted.
+                log.exception("data connection not accepted")
+                time.sleep(0.1)
+                continue
+            name = f"{peer[0]}:{peer[1]}"
+            with self._lock:
+                if self._closed or len(self._open) >= MAX_CONNECTIONS:
+                    log.warning("data connection from %s refused: %d are open", name, len(self._open))
+                    sock.close()
+                    continue
+                channel = Channel(sock)
+                thread = threading.Thread(target=self._serve, args=(channel, name), name=f"data {name}", daemon=True)
+                self._open[channel] = thread
+                thread.start()
+
+    def _serve(self, channel: Channel, peer: str) -> None:
+        is_admitted = False
+        try:
+            admit(channel, self._key)
+            is_admitted = True
+            while True:
+                self._answer(channel)
+        except EOFError:
+            log.debug("data connection from %s ended", peer)
+        except (OSError, TransferError) as e:
+            if not is_admitted:
+                self._count("refused_connections", 1)
+            if not self._closed:
+                log.warning("data connection from %s closed: %s", peer, e)
+        except Exception:
+            log.exception("data connection from %s closed", peer)
+        finally:
+            channel.close()
+            with self._lock:
+                self._open.pop(channel, None)
+
+    def _answer(self, channel: Channel) -> None:
+        try:
+            header = channel.receive_header(time.monotonic() + IDLE_SECONDS, FRAME_SECONDS)
+        except TimeoutError:
+            raise TransferError("silent too long") from None
+        match header:
+            case Write():
+                self._receive(channel, header)
+            case Read():
+                self._send(channel, header)
+            case _:
+                raise TransferError(f"{type(header).__name__} is no request")
+
+    def _receive(self, channel: Channel, header: Write) -> None:
+        until = time.monotonic() + min(header.time_left, LONGEST_SECONDS)
+        failure = ""
+        for item in header.writes:
+            failure = self._receive_one(channel, item, until) or failure
+        self._count("writes", 1)
+        channel.send_header(Done(failure), until)
+
+    def _receive_one(self, channel: Channel, item: Arriving, until: float) -> str:
+        """Why the runs are not in their room; empty if they are."""
+        if len(item.checksums) != item.runs:
+            raise TransferError(f"{item.runs} runs with {len(item.checksums)} checksums")
+        landing = self._store.land(
+            item.request, item.attempt, item.block, item.first_run, item.runs, item.nbytes, until
+        )
+        if isinstance(landing, str):
+            channel.skip(item.nbytes, until)
+            return landing
+        try:
+            return self._fill(channel, landing, item, until)
+        finally:
+            landing.close()
+
+    def _fill(self, channel: Channel, landing: Landing, item: Arriving, until: float) -> str:
+        failure = ""
+        for position, (target, expected) in enumerate(zip(landing.slices, item.checksums, strict=True)):
+            if target is None:
+                channel.skip(landing.run_bytes, until)
+                continue
+            channel.receive_into(target, until)
+            if checksum(target) == expected:
+                landing.landed(position, expected)
+            else:
+                self._count("checksum_failures", 1)
+                failure = (
+                    f"run {item.first_run + position} of block {item.block} of {item.request} "
+                    f"attempt {item.attempt} arrived with a wrong checksum"
+                )
+                log.warning("%s", failure)
+        self._count("bytes_in", item.nbytes)
+        return failure
+
+    def _send(self, channel: Channel, header: Read) -> None:
+        until = time.monotonic() + min(header.time_left, LONGEST_SECONDS)
+        departure = self._store.depart(header.space, header.keys)
+        try:
+            blocks = departure.blocks
+            block_bytes = blocks[0].nbytes if blocks else 0
+            answer = Blocks(len(blocks), block_bytes, tuple(departure.checksums))
+            channel.send_header(answer, until, more=bool(blocks))
+            for position, block in enumerate(blocks):
+                channel.send(block, until, more=position + 1 < len(blocks))
+                self._count("bytes_out", block.nbytes)
+        finally:
+            departure.close()
+        self._count("reads", 1)
+
+    def _count(self, name: str, amount: int) -> None:
+        with self._lock:
+            self._counts[name] += amount

@@ -1,0 +1,95 @@
+"""What Messenger moves, and what it asks of the store at the other end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from moonpool.core.vocabulary import BlockKey, KeySpaceId, RequestId
+
+Bytes = npt.NDArray[np.uint8]
+"""One-dimensional and contiguous."""
+
+TAIL = -1
+"""The index, in a room, of the block that is not whole."""
+
+
+def checksum(*parts: Bytes) -> int:
+    """xxh3-64 of the concatenated parts: the checksum of one run."""
+    if len(parts) == 1:
+        return xxhash.xxh3_64_intdigest(parts[0].data)
+    digest = xxhash.xxh3_64()
+    for part in parts:
+        digest.update(part.data)
+    return digest.intdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class RoomWrite:
+    """Consecutive runs of one block of a room. The buffers must stay as they are until the transfer is over."""
+
+    request: RequestId
+    attempt: int
+    block: int
+    """Index in the room's keys, or TAIL."""
+    first_run: int
+    runs: int
+    buffers: Sequence[Bytes]
+    """Together exactly the bytes of the runs, in order."""
+    checksums: Sequence[int]
+    """One per run."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+
+class Landing(Protocol):
+    """Where the runs of one write go. No byte is written after `close`."""
+
+    @property
+    def run_bytes(self) -> int: ...
+
+    @property
+    def slices(self) -> Sequence[Bytes | None]:
+        """One per run; None where the bytes are to be thrown away."""
+        ...
+
+    def landed(self, position: int, checksum: int) -> None:
+        """The run at this position of `slices` is all there and its checksum is right."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Departure(Protocol):
+    """Blocks that stay where they are until `close`."""
+
+    @property
+    def blocks(self) -> Sequence[Bytes]: ...
+
+    @property
+    def checksums(self) -> Sequence[int]:
+        """One per run, block after block."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Store(Protocol):
+    """What the tcp server needs of a node's store. Called from many threads."""
+
+    def land(
+        self, request: RequestId, attempt: int, block: int, first_run: int, runs: int, nbytes: int, until: float
+    ) -> Landing | str:
+        """A place for the runs, or why there is none. May wait, until `until`, for another write of the same runs."""
+        ...
+
+    def depart(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> Departure:
+        """The longest leading run of readable blocks, which may be empty."""
+        ...

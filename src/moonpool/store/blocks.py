@@ -1,0 +1,152 @@
+"""The blocks in a node's arena: which are readable, which are pinned, which go when room is needed.
+
+A block's life: allocated for a room (private, filling) → promoted (resident: any reader may lease it) → discarded.
+A private block may also be discarded without ever being promoted. Not thread-safe: the ledger's lock covers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from moonpool.core.eviction import Lru
+from moonpool.core.vocabulary import BlockKey, KeySpace, KeySpaceId
+from moonpool.store.extents import Extents, page_aligned
+
+Name = tuple[KeySpaceId, BlockKey]
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """One extent of the arena: a whole block, or (key None) the partial tail of a prompt."""
+
+    offset: int
+    space: KeySpace
+    run_bytes: int
+    key: BlockKey | None
+    parent: BlockKey | None
+    checksums: list[int]
+    complete: int = 0
+    """Bitmask of the runs that are all there."""
+    arriving: int = 0
+    """Bitmask of the runs that a transfer is writing now."""
+    transfers: int = 0
+    """Running transfers into this block; its bytes are freed only after them."""
+    resident: bool = False
+    discarded: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.run_bytes * self.space.runs
+
+    @property
+    def is_complete(self) -> bool:
+        return self.complete == (1 << self.space.runs) - 1
+
+    @property
+    def name(self) -> Name:
+        assert self.key is not None
+        return self.space.id, self.key
+
+
+@dataclass(slots=True)
+class Change:
+    """A block became readable (stored) or is readable no more."""
+
+    stored: bool
+    name: Name
+
+
+@dataclass(slots=True)
+class Blocks:
+    extents: Extents
+    on_change: Callable[[Change], None]
+    resident: dict[Name, Block] = field(default_factory=dict)
+    lru: Lru[Name] = field(default_factory=Lru)
+    lingering: dict[int, Block] = field(default_factory=dict)
+    """Discarded, by offset, but a transfer still writes into them."""
+    evictions: int = 0
+
+    def leading(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> list[Block]:
+        found = []
+        for key in keys:
+            block = self.resident.get((space, key))
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def could_hold(self, nbytes: int) -> bool:
+        """False means that not even an empty list of unpinned blocks would make this much room."""
+        return nbytes <= self.extents.free + self.lru.evictable_bytes
+
+    def allocate(self, space: KeySpace, key: BlockKey | None, parent: BlockKey | None, run_bytes: int) -> Block | None:
+        """Space for one block, at the cost of unpinned ones where it must be; None if there is none."""
+        nbytes = run_bytes * space.runs
+        if not self.could_hold(page_aligned(nbytes)):
+            return None
+        offset = self.extents.allocate(nbytes)
+        while offset is None:
+            victims = self.lru.victims(page_aligned(nbytes))
+            if not victims:
+                return None
+            for victim in victims:
+                self.evict(victim)
+                offset = self.extents.allocate(nbytes)
+                if offset is not None:
+                    break
+        return Block(offset, space, run_bytes, key, parent, [0] * space.runs)
+
+    def promote(self, block: Block) -> bool:
+        """Make a complete block readable and pin it. False if its key is readable already: the block stays private."""
+        if block.name in self.resident:
+            return False
+        parent = None if block.parent is None else (block.space.id, block.parent)
+        self.resident[block.name] = block
+        self.lru.add(block.name, page_aligned(block.nbytes), parent)
+        self.lru.pin([block.name])
+        block.resident = True
+        self.on_change(Change(True, block.name))
+        return True
+
+    def evict(self, name: Name) -> None:
+        self.lru.remove(name)
+        block = self.resident.pop(name)
+        block.resident = False
+        block.discarded = True
+        # Whatever claims on it are still open: they cover only runs that were not complete, so no byte is to come.
+        self.extents.release(block.offset)
+        self.evictions += 1
+        self.on_change(Change(False, name))
+
+    def discard(self, block: Block) -> None:
+        """Free a block that is not readable, now or when the last transfer into it has ended."""
+        block.discarded = True
+        if block.transfers:
+            self.lingering[block.offset] = block
+        else:
+            self.extents.release(block.offset)
+
+    def begin_transfer(self, block: Block, runs: int) -> None:
+        """`runs`: bitmask of those that the transfer will write."""
+        block.transfers += 1
+        block.arriving |= runs
+
+    def end_transfer(self, block: Block, runs: int) -> None:
+        block.transfers -= 1
+        block.arriving &= ~runs
+        if not block.transfers and self.lingering.get(block.offset) is block:
+            del self.lingering[block.offset]
+            self.extents.release(block.offset)
+
+    def check_integrity(self, private: Sequence[Block]) -> None:
+        """`private`: the blocks that rooms own and that are not resident."""
+        self.extents.check_integrity()
+        self.lru.check_integrity()
+        assert all(block.resident and block.is_complete and not block.discarded for block in self.resident.values())
+        assert all(name in self.lru for name in self.resident), "a readable block is unknown to eviction"
+        assert len(self.lru) == len(self.resident)
+        assert all(block.transfers > 0 and block.discarded for block in self.lingering.values())
+        held = [*self.resident.values(), *private, *self.lingering.values()]
+        assert len({block.offset for block in held}) == len(held), "two blocks share an extent"
+        assert sum(page_aligned(block.nbytes) for block in held) == self.extents.used, "bytes are lost or counted twice"

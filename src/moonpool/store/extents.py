@@ -1,0 +1,102 @@
+"""Which bytes of an arena are in use: page-aligned extents, best fit, neighbours coalesce."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+PAGE_BYTES = 4096
+
+
+def page_aligned(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+class Extents:
+    """Offsets only, no memory. O(log n) an operation (finding a neighbour and an exact fit is O(1)).
+
+    Best fit: blocks of one key space are all of one size, so what one of them leaves fits the next exactly.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """`capacity` in bytes; what is beyond the last whole page is not used."""
+        self.capacity = capacity // PAGE_BYTES * PAGE_BYTES
+        self.used = 0
+        self._taken: dict[int, int] = {}
+        self._free: dict[int, int] = {}
+        """Size by offset."""
+        self._free_until: dict[int, int] = {}
+        """Offset by end."""
+        self._free_of_size: dict[int, dict[int, None]] = {}
+        self._sizes: list[int] = []
+        """The different sizes of free extents, ascending."""
+        if self.capacity:
+            self._add_free(0, self.capacity)
+
+    @property
+    def free(self) -> int:
+        return self.capacity - self.used
+
+    def allocate(self, nbytes: int) -> int | None:
+        """The offset of an extent of at least `nbytes` > 0, or None where no free extent is long enough."""
+        size = page_aligned(nbytes)
+        position = bisect_left(self._sizes, size)
+        if position == len(self._sizes):
+            return None
+        found = self._sizes[position]
+        offset = next(iter(self._free_of_size[found]))
+        self._remove_free(offset, found)
+        if found > size:
+            self._add_free(offset + size, found - size)
+        self._taken[offset] = size
+        self.used += size
+        return offset
+
+    def release(self, offset: int) -> None:
+        """Raises KeyError for what is not the offset of an allocated extent."""
+        size = self._taken.pop(offset)
+        self.used -= size
+        if (before := self._free_until.get(offset)) is not None:
+            length = self._free[before]
+            self._remove_free(before, length)
+            offset, size = before, size + length
+        if (length_after := self._free.get(offset + size)) is not None:
+            self._remove_free(offset + size, length_after)
+            size += length_after
+        self._add_free(offset, size)
+
+    def _add_free(self, offset: int, size: int) -> None:
+        self._free[offset] = size
+        self._free_until[offset + size] = offset
+        same = self._free_of_size.get(size)
+        if same is None:
+            same = self._free_of_size[size] = {}
+            insort(self._sizes, size)
+        same[offset] = None
+
+    def _remove_free(self, offset: int, size: int) -> None:
+        del self._free[offset]
+        del self._free_until[offset + size]
+        same = self._free_of_size[size]
+        del same[offset]
+        if not same:
+            del self._free_of_size[size]
+            del self._sizes[bisect_left(self._sizes, size)]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless free and taken extents tile the arena and no two free ones touch."""
+        extents = sorted(
+            [(o, s, True) for o, s in self._free.items()] + [(o, s, False) for o, s in self._taken.items()]
+        )
+        end, was_free = 0, False
+        for offset, size, is_free in extents:
+            assert offset == end, f"extents overlap or leave a gap at {end}"
+            assert size > 0, f"an empty extent at {offset}"
+            assert size % PAGE_BYTES == 0, f"the extent at {offset} is not whole pages"
+            assert not (is_free and was_free), f"free extents on both sides of {offset}"
+            end, was_free = offset + size, is_free
+        assert end == self.capacity
+        assert self.used == sum(self._taken.values())
+        assert self._free_until == {offset + size: offset for offset, size in self._free.items()}
+        by_size = {(size, offset) for size, same in self._free_of_size.items() for offset in same}
+        assert by_size == {(size, offset) for offset, size in self._free.items()}
+        assert self._sizes == sorted(self._free_of_size)

@@ -1,0 +1,69 @@
+"""A node pulls blocks from another node into its arena."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future
+from itertools import count
+
+from moonpool.core.vocabulary import BlockKey, KeySpace, NodePeer
+from moonpool.errors import TransferError
+from moonpool.messenger.tcp import TcpMessenger
+from moonpool.store.arena import Arena
+from moonpool.store.ledger import Ledger
+from moonpool.store.rooms import ClientId
+
+log = logging.getLogger(__name__)
+
+
+class Fetcher:
+    def __init__(self, arena: Arena, ledger: Ledger, messenger: TcpMessenger, own_address: str) -> None:
+        """`own_address`: this node's data address; from itself there is nothing to fetch."""
+        self._arena = arena
+        self._ledger = ledger
+        self._messenger = messenger
+        self._own_address = own_address
+        self._numbers = count(1)
+
+    async def fetch(self, source: NodePeer, space: KeySpace, keys: Sequence[BlockKey], time_left: float) -> int:
+        """How many leading keys are readable here after the attempt. Raises PoolError for impossible keys or space."""
+        readable = self._ledger.leading(space, keys)
+        if readable == len(keys) or source.data_address == self._own_address:
+            return readable
+        try:
+            await asyncio.wrap_future(self._pull(source, space, keys, time_left))
+        except TransferError as e:
+            log.warning("fetch of %d blocks from %s failed: %s", len(keys) - readable, source.id, e)
+        return self._ledger.leading(space, keys)
+
+    def _pull(self, source: NodePeer, space: KeySpace, keys: Sequence[BlockKey], time_left: float) -> Future[int]:
+        # The room has an owner of its own: whoever asked for the fetch may die while Messenger writes into the room.
+        owner = ClientId(-next(self._numbers))
+        room = self._ledger.open(owner, space, keys)
+        wanted: list[int] = []
+        for index in room.lacking:
+            if room.blocks[index] is None:
+                break
+            wanted.append(index)
+        blocks = [block for index in wanted if (block := room.blocks[index]) is not None]
+
+        def on_block(position: int, checksums: Sequence[int]) -> None:
+            self._ledger.complete(owner, room.id, [(wanted[position], 0, space.runs)], checksums)
+
+        try:
+            pulled = self._messenger.read(
+                source.data_address,
+                space.id,
+                [keys[index] for index in wanted],
+                [self._arena.slice(block.offset, block.nbytes) for block in blocks],
+                time_left,
+                on_block,
+            )
+        except BaseException:
+            self._ledger.close(owner, room.id)
+            raise
+        # Only the future's end means that nothing is written any more, whether or not somebody still waits for it.
+        pulled.add_done_callback(lambda _: self._ledger.close(owner, room.id))
+        return pulled

@@ -1,0 +1,412 @@
+"""The state of a node: who may read and write which bytes of the arena. Synchronous, one lock, no I/O, no clock.
+
+Every method may be called from any thread and returns at once (`claim_when_free` excepted). What the ledger calls back
+is called under its lock and may only wake somebody. (Longer than most files here: it is all that the lock covers.)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NewType
+
+from moonpool.core.events import BlocksRemoved, BlocksStored, Snapshot
+from moonpool.core.vocabulary import BLOCK_KEY_BYTES, BlockKey, Incarnation, KeySpace, KeySpaceId, PartId, RequestId
+from moonpool.errors import PoolError
+from moonpool.store.announcements import Announcements
+from moonpool.store.blocks import Block, Blocks
+from moonpool.store.extents import Extents
+from moonpool.store.rooms import ClientId, Room, RoomId, Waiter, finish_runs, free_room, open_room
+
+LeaseId = NewType("LeaseId", int)
+
+MAX_SPACES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    id: LeaseId
+    client: ClientId
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Runs of one block that a transfer is about to write: no other transfer writes them, nobody frees them."""
+
+    room: Room
+    block: Block
+    runs: int
+    """Bitmask of those that are still wanted; the others are complete already."""
+
+
+class Ledger:
+    def __init__(
+        self,
+        extents: Extents,
+        node: PartId,
+        incarnation: Incarnation,
+        on_pending: Callable[[], None] = lambda: None,
+        on_room_ended: Callable[[ClientId, RoomId], None] = lambda client, room: None,
+    ) -> None:
+        """`on_room_ended`: a hand-over room ended while this client was a writer of it."""
+        self._lock = threading.Condition(threading.RLock())
+        self._announcements = Announcements(node, incarnation, on_pending)
+        self._blocks = Blocks(extents, self._announcements.note)
+        self._on_room_ended = on_room_ended
+        self._spaces: dict[KeySpaceId, KeySpace] = {}
+        self._rooms: dict[RoomId, Room] = {}
+        self._reserved: dict[tuple[RequestId, int], Room] = {}
+        self._leases: dict[LeaseId, Lease] = {}
+        self._last_id = 0
+        self._claims = 0
+        self._counts = dict.fromkeys(
+            ("lookups", "hit_blocks", "missed_blocks", "rooms_opened", "refused_rooms", "missed_rooms", "late_runs"), 0
+        )
+
+    def lease(self, client: ClientId, space: KeySpace, keys: Sequence[BlockKey]) -> Lease:
+        """The longest leading run of readable blocks; they stay where they are until the lease ends."""
+        with self._lock:
+            self._check(space, keys)
+            lease = self._lease(client, space.id, keys)
+            self._counts["lookups"] += 1
+            self._counts["hit_blocks"] += len(lease.blocks)
+            self._counts["missed_blocks"] += len(keys) - len(lease.blocks)
+            return lease
+
+    def lease_remote(self, client: ClientId, space: KeySpaceId, keys: Sequence[BlockKey]) -> Lease:
+        """The same for another node, which need not know what this node's blocks look like."""
+        with self._lock:
+            return self._lease(client, space, keys)
+
+    def release(self, client: ClientId, lease: LeaseId) -> None:
+        """Raises PoolError where the client has no such lease."""
+        with self._lock:
+            held = self._leases.get(lease)
+            if held is None or held.client != client:
+                raise PoolError(f"no lease {lease} to release")
+            self._end_lease(held)
+
+    def leading(self, space: KeySpace, keys: Sequence[BlockKey]) -> int:
+        """How many leading blocks are readable now."""
+        with self._lock:
+            self._check(space, keys)
+            return len(self._blocks.leading(space.id, keys))
+
+    def reserve(
+        self,
+        request: RequestId,
+        attempt: int,
+        space: KeySpace,
+        keys: Sequence[BlockKey],
+        tail_tokens: int,
+        expires: float,
+    ) -> tuple[int, ...]:
+        """A hand-over room, whole or not at all: the indices of the keys that are lacking. Raises PoolError."""
+        with self._lock:
+            self._check(space, keys, tail_tokens)
+            known = self._reserved.get((request, attempt))
+            if known is not None:
+                return known.lacking
+            room = self._open(space, keys, tail_tokens, whole=True)
+            if room is None:
+                self._counts["refused_rooms"] += 1
+                extents = self._blocks.extents
+                raise PoolError(
+                    f"no room for {len(keys)} blocks of {space.block_bytes} bytes and {tail_tokens} more tokens: "
+                    f"{extents.free} of {extents.capacity} bytes are free, {self._blocks.lru.evictable_bytes} evictable"
+                )
+            room.reserved = request, attempt
+            room.expires = expires
+            self._reserved[request, attempt] = room
+            return room.lacking
+
+    def end_reserved(self, request: RequestId, attempt: int) -> bool:
+        """The attempt is over; False if there is no such room."""
+        with self._lock:
+            room = self._reserved.get((request, attempt))
+            if room is not None:
+                self._end(room)
+            return room is not None
+
+    def open(self, client: ClientId, space: KeySpace, keys: Sequence[BlockKey], tail_tokens: int = 0) -> Room:
+        """A caching room: as many leading keys as there is room for, perhaps none."""
+        with self._lock:
+            self._check(space, keys, tail_tokens)
+            room = self._open(space, keys, tail_tokens, whole=False)
+            assert room is not None, "a best-effort room opens even when it is empty"
+            room.writers.add(client)
+            return room
+
+    def join(self, client: ClientId, request: RequestId, attempt: int) -> Room:
+        """Become a writer of a hand-over room. Raises PoolError if there is none."""
+        with self._lock:
+            room = self._reserved.get((request, attempt))
+            if room is None:
+                raise PoolError(f"no room for attempt {attempt} of {request}: it was released, or never reserved here")
+            room.writers.add(client)
+            return room
+
+    def complete(
+        self, client: ClientId, number: RoomId, runs: Sequence[tuple[int, int, int]], checksums: Sequence[int]
+    ) -> None:
+        """These (block, first run, runs) are written. Ignored where the room has ended; PoolError for nonsense."""
+        with self._lock:
+            room = self._rooms.get(number)
+            if room is None or room.ended or client not in room.writers:
+                self._counts["late_runs"] += sum(count for _, _, count in runs)
+                return
+            if len(checksums) != sum(count for _, _, count in runs):
+                raise PoolError(f"{sum(count for _, _, count in runs)} runs with {len(checksums)} checksums")
+            position = 0
+            for index, first, count in runs:
+                self._complete(room, index, first, checksums[position : position + count])
+                position += count
+
+    def await_room(self, client: ClientId, request: RequestId, attempt: int) -> Waiter:
+        """Resolves with the room when all of it is readable (the client is a reader of it then), or with None."""
+        with self._lock:
+            waiter = Waiter()
+            waiter.set_running_or_notify_cancel()
+            room = self._reserved.get((request, attempt))
+            if room is None:
+                self._miss(waiter)
+            else:
+                room.waiters[waiter] = client
+                if not room.unfinished:
+                    self._wake(room)
+            return waiter
+
+    def give_up(self, waiter: Waiter) -> None:
+        """The waiter's time is over: it gets a miss unless it was answered already."""
+        with self._lock:
+            for room in self._reserved.values():
+                if room.waiters.pop(waiter, None) is not None:
+                    self._miss(waiter)
+                    return
+
+    def close(self, client: ClientId, number: RoomId) -> None:
+        """The client is through with the room. Unknown rooms are ignored: a close may cross the room's end.
+
+        A reader's close ends a hand-over room; so does the close of a writer that has not written everything.
+        """
+        with self._lock:
+            room = self._rooms.get(number)
+            if room is not None:
+                self._leave(room, client)
+
+    def leave_all(self, client: ClientId) -> None:
+        """The client is dead: its leases end, its unfinished rooms too."""
+        with self._lock:
+            for lease in [lease for lease in self._leases.values() if lease.client == client]:
+                self._end_lease(lease)
+            for room in list(self._rooms.values()):
+                for waiter in [waiter for waiter, owner in room.waiters.items() if owner == client]:
+                    del room.waiters[waiter]
+                    self._miss(waiter)
+                if client in room.writers or client in room.readers:
+                    self._leave(room, client)
+
+    def expire(self, now: float) -> int:
+        """End the hand-over rooms whose time is over and that no local client is bound to; their number."""
+        with self._lock:
+            late = [
+                room
+                for room in self._reserved.values()
+                if room.expires <= now and not (room.writers or room.readers or room.waiters)
+            ]
+            for room in late:
+                self._end(room)
+            return len(late)
+
+    def claim(self, request: RequestId, attempt: int, index: int, first: int, count: int, nbytes: int) -> Claim | None:
+        """The right to write runs of a hand-over room; None while another transfer writes one. Raises PoolError."""
+        with self._lock:
+            room = self._reserved.get((request, attempt))
+            if room is None:
+                raise PoolError(f"no room for attempt {attempt} of {request}: it was released, or never reserved here")
+            block = room.block(index)
+            if block is None:
+                raise PoolError(f"the room of {request} has no tail")
+            runs = _mask(block, first, count)
+            if nbytes != count * block.run_bytes:
+                raise PoolError(
+                    f"{nbytes} bytes came for {count} runs of {block.run_bytes} bytes in block {index} of {request}"
+                )
+            if block.arriving & runs:
+                return None
+            claim = Claim(room, block, runs & ~block.complete)
+            self._blocks.begin_transfer(block, claim.runs)
+            self._claims += 1
+            return claim
+
+    def claim_when_free(
+        self, request: RequestId, attempt: int, index: int, first: int, count: int, nbytes: int, seconds: float
+    ) -> Claim:
+        """`claim`, after waiting for the other transfer; PoolError also when it still runs after `seconds`."""
+        claim: Claim | None = None
+
+        def claimed() -> bool:
+            nonlocal claim
+            claim = self.claim(request, attempt, index, first, count, nbytes)
+            return claim is not None
+
+        with self._lock:
+            self._lock.wait_for(claimed, max(0.0, seconds))
+        if claim is None:
+            raise PoolError(f"another transfer still writes runs of block {index} of {request}")
+        return claim
+
+    def landed(self, claim: Claim, run: int, checksum: int) -> None:
+        """A run of the claim (its number in the block) is all there and verified."""
+        with self._lock:
+            if claim.room.ended or claim.block.discarded or claim.block.resident:
+                self._counts["late_runs"] += 1
+                return
+            claim.block.checksums[run] = checksum
+            finish_runs(self._blocks, claim.room, claim.block, 1 << run, self._wake)
+
+    def end_claim(self, claim: Claim) -> None:
+        """The transfer writes no more."""
+        with self._lock:
+            self._blocks.end_transfer(claim.block, claim.runs)
+            self._claims -= 1
+            self._lock.notify_all()
+
+    def next_announcement(self) -> BlocksStored | BlocksRemoved | Snapshot | None:
+        with self._lock:
+            return self._announcements.next(self._blocks.resident)
+
+    def ask_snapshot(self) -> None:
+        with self._lock:
+            self._announcements.ask_snapshot()
+
+    def counters(self) -> dict[str, float]:
+        """Gauges (capacity_bytes, used_bytes, blocks, rooms, leases, waiters, transfers) and counts since the start."""
+        with self._lock:
+            gauges = {
+                "capacity_bytes": self._blocks.extents.capacity,
+                "used_bytes": self._blocks.extents.used,
+                "evictable_bytes": self._blocks.lru.evictable_bytes,
+                "blocks": len(self._blocks.resident),
+                "rooms": len(self._rooms),
+                "leases": len(self._leases),
+                "waiters": sum(len(room.waiters) for room in self._reserved.values()),
+                "transfers": self._claims,
+                "evictions": self._blocks.evictions,
+            }
+            return {name: float(value) for name, value in (gauges | self._counts).items()}
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where bytes, pins or rooms do not add up."""
+        with self._lock:
+            private = [block for room in self._rooms.values() for block in room.own()]
+            self._blocks.check_integrity(private)
+            pins = Counter(block.name for lease in self._leases.values() for block in lease.blocks)
+            for number, room in self._rooms.items():
+                pins.update(block.name for block in room.pinned())
+                assert number == room.id
+                assert not (room.ended and not (room.writers or room.readers)), f"ended room {number} is held by nobody"
+                assert room.unfinished == sum(not block.is_complete for block in room.own())
+                assert not (room.waiters and (room.ended or not room.unfinished)), f"room {number} left a waiter asleep"
+                is_listed = room.reserved is not None and self._reserved.get(room.reserved) is room
+                assert is_listed == (room.reserved is not None and not room.ended)
+            for name in self._blocks.resident:
+                assert self._blocks.lru.pins(name) == pins[name], (
+                    f"{name} is pinned by nobody, or not by all who should"
+                )
+            assert all(room.id in self._rooms for room in self._reserved.values())
+
+    def _check(self, space: KeySpace, keys: Sequence[BlockKey], tail_tokens: int = 0) -> None:
+        if any(len(key) != BLOCK_KEY_BYTES for key in keys):
+            raise PoolError(f"a block key has {BLOCK_KEY_BYTES} bytes")
+        known = self._spaces.get(space.id)
+        if known is None:
+            if space.runs < 1 or space.run_bytes < 1 or space.block_tokens < 1:
+                raise PoolError(f"key space {space.id}: runs, run_bytes and block_tokens must be at least 1")
+            if len(self._spaces) >= MAX_SPACES:
+                raise PoolError(f"this node knows {MAX_SPACES} key spaces already; restart it to forget unused ones")
+            self._spaces[space.id] = space
+        elif known != space:
+            raise PoolError(
+                f"key space {space.id} has {known.runs} runs of {known.run_bytes} bytes on this node, "
+                f"not {space.runs} of {space.run_bytes}"
+            )
+        if not 0 <= tail_tokens < space.block_tokens:
+            raise PoolError(f"a tail has 0 to {space.block_tokens - 1} tokens, not {tail_tokens}")
+
+    def _next_id(self) -> int:
+        self._last_id += 1
+        return self._last_id
+
+    def _lease(self, client: ClientId, space: KeySpaceId, keys: Sequence[BlockKey]) -> Lease:
+        blocks = tuple(self._blocks.leading(space, keys))
+        lease = Lease(LeaseId(self._next_id()), client, blocks)
+        self._blocks.lru.pin([block.name for block in blocks])
+        self._leases[lease.id] = lease
+        return lease
+
+    def _end_lease(self, lease: Lease) -> None:
+        del self._leases[lease.id]
+        self._blocks.lru.unpin([block.name for block in lease.blocks])
+
+    def _open(self, space: KeySpace, keys: Sequence[BlockKey], tail_tokens: int, whole: bool) -> Room | None:
+        room = open_room(self._blocks, RoomId(self._next_id()), space, keys, tail_tokens, whole)
+        if room is not None:
+            self._rooms[room.id] = room
+            self._counts["rooms_opened"] += 1
+        return room
+
+    def _complete(self, room: Room, index: int, first: int, checksums: Sequence[int]) -> None:
+        block = room.block(index)
+        if block is None or block.resident:
+            return
+        wanted = _mask(block, first, len(checksums)) & ~block.complete & ~block.arriving
+        for run, checksum in enumerate(checksums, first):
+            if wanted >> run & 1:
+                block.checksums[run] = checksum
+        finish_runs(self._blocks, room, block, wanted, self._wake)
+
+    def _wake(self, room: Room) -> None:
+        waiters, room.waiters = room.waiters, {}
+        for waiter, client in waiters.items():
+            room.readers.add(client)
+            waiter.set_result(room)
+
+    def _miss(self, waiter: Waiter) -> None:
+        self._counts["missed_rooms"] += 1
+        waiter.set_result(None)
+
+    def _leave(self, room: Room, client: ClientId) -> None:
+        was_reader, was_writer = client in room.readers, client in room.writers
+        room.readers.discard(client)
+        room.writers.discard(client)
+        if room.ended:
+            self._free_unless_held(room)
+        elif was_reader or (was_writer and (room.reserved is None or room.unfinished)):
+            self._end(room)
+
+    def _end(self, room: Room) -> None:
+        room.ended = True
+        if room.reserved is not None:
+            del self._reserved[room.reserved]
+        waiters, room.waiters = room.waiters, {}
+        for waiter in waiters:
+            self._miss(waiter)
+        for client in room.writers:
+            self._on_room_ended(client, room.id)
+        self._free_unless_held(room)
+        self._lock.notify_all()
+
+    def _free_unless_held(self, room: Room) -> None:
+        if not (room.writers or room.readers):
+            free_room(self._blocks, room)
+            del self._rooms[room.id]
+
+
+def _mask(block: Block, first: int, count: int) -> int:
+    if first < 0 or count < 1 or first + count > block.space.runs:
+        raise PoolError(f"a block has {block.space.runs} runs, not runs {first} to {first + count - 1}")
+    return (1 << count) - 1 << first

@@ -1,0 +1,226 @@
+"""Calls between a node and its clients on the same host (docs/protocol.md), and their frames.
+
+A call with a `serial` is answered by one message with the same serial; the others are one-way. Offsets are bytes from
+the start of the arena.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated, Final, Generic, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from moonpool.core.vocabulary import BlockKey, Incarnation, KeySpace, NodePeer, PartId, RequestId
+from moonpool.errors import PoolError
+from moonpool.messenger.transfer import TAIL
+
+PROTOCOL = 1
+MAX_FRAME_BYTES = 16 << 20
+
+Tokens = Annotated[int, Meta(ge=0, le=1 << 20)]
+Run = tuple[Annotated[int, Meta(ge=TAIL, le=1 << 20)], Tokens, Tokens]
+"""(block or TAIL, first run, number of runs)"""
+
+
+class Hello(Struct, frozen=True, tag=True):
+    """The first message of a client."""
+
+    protocol: int
+    name: str
+    incarnation: str
+
+
+class LeaseBlocks(Struct, frozen=True, tag=True):
+    serial: int
+    space: KeySpace
+    keys: tuple[BlockKey, ...]
+
+
+class FetchBlocks(Struct, frozen=True, tag=True):
+    serial: int
+    source: NodePeer
+    space: KeySpace
+    keys: tuple[BlockKey, ...]
+    time_left: float
+
+
+class OpenRoom(Struct, frozen=True, tag=True):
+    serial: int
+    space: KeySpace
+    keys: tuple[BlockKey, ...]
+    tail_tokens: Tokens
+
+
+class JoinRoom(Struct, frozen=True, tag=True):
+    serial: int
+    request: RequestId
+    attempt: int
+
+
+class Complete(Struct, frozen=True, tag=True):
+    """One-way. One checksum a run, in the order of `runs`."""
+
+    room: int
+    runs: tuple[Run, ...]
+    checksums: tuple[int, ...]
+
+
+class AwaitRoom(Struct, frozen=True, tag=True):
+    serial: int
+    request: RequestId
+    attempt: int
+    time_left: float
+
+
+class CloseRoom(Struct, frozen=True, tag=True):
+    """One-way."""
+
+    room: int
+
+
+class Release(Struct, frozen=True, tag=True):
+    """One-way."""
+
+    lease: int
+
+
+class Measure(Struct, frozen=True, tag=True):
+    serial: int
+
+
+class Audit(Struct, frozen=True, tag=True):
+    """Check that the node's books add up (slow): `Audited`, or a refusal that says what does not."""
+
+    serial: int
+
+
+class Welcome(Struct, frozen=True, tag=True):
+    """The answer to `Hello`; the arena's descriptor comes with it."""
+
+    node: PartId
+    incarnation: Incarnation
+    arena_bytes: int
+
+
+class Leased(Struct, frozen=True, tag=True):
+    serial: int
+    lease: int
+    offsets: tuple[int, ...]
+
+
+class Fetched(Struct, frozen=True, tag=True):
+    serial: int
+    readable: int
+
+
+class RoomOpened(Struct, frozen=True, tag=True):
+    """The answer to `OpenRoom` and `JoinRoom`: None for a block that is readable already, or has no room."""
+
+    serial: int
+    room: int
+    space: KeySpace
+    offsets: tuple[int | None, ...]
+    tail: int | None
+    tail_tokens: int
+
+
+class RoomReady(Struct, frozen=True, tag=True):
+    """The answer to `AwaitRoom`; `room` 0 is a miss."""
+
+    serial: int
+    room: int = 0
+    space: KeySpace | None = None
+    offsets: tuple[int, ...] = ()
+    tail: int | None = None
+    tail_tokens: int = 0
+
+
+class Measured(Struct, frozen=True, tag=True):
+    serial: int
+    values: dict[str, float]
+
+
+class Audited(Struct, frozen=True, tag=True):
+    serial: int
+
+
+class RefusedCall(Struct, frozen=True, tag=True):
+    serial: int
+    reason: str
+
+
+class RoomEnded(Struct, frozen=True, tag=True):
+    """To a writer, unasked: what it still writes into this room is for nothing; it should close it."""
+
+    room: int
+
+
+Call = (
+    Hello
+    | LeaseBlocks
+    | FetchBlocks
+    | OpenRoom
+    | JoinRoom
+    | Complete
+    | AwaitRoom
+    | CloseRoom
+    | Release
+    | Measure
+    | Audit
+)
+Answer = Welcome | Leased | Fetched | RoomOpened | RoomReady | Measured | Audited | RefusedCall | RoomEnded
+
+M = TypeVar("M")
+
+_LENGTH = struct.Struct("<I")
+_encoder: Final = msgspec.msgpack.Encoder()
+
+
+def frame(message: Call | Answer) -> bytes:
+    """Raises PoolError for a message that is too long for a frame."""
+    data = _encoder.encode(message)
+    if len(data) > MAX_FRAME_BYTES:
+        raise PoolError(f"a {type(message).__name__} of {len(data)} bytes; at most {MAX_FRAME_BYTES}: use fewer blocks")
+    return _LENGTH.pack(len(data)) + data
+
+
+class Frames(Generic[M]):
+    """Bytes in, messages out. Knows no socket."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[M]) -> None:
+        self._decoder = decoder
+        self._data = bytearray()
+
+    @property
+    def is_between_frames(self) -> bool:
+        return not self._data
+
+    def feed(self, data: bytes) -> list[M]:
+        """The messages that are whole now. Raises PoolError for bytes that are no frames: give the connection up."""
+        self._data += data
+        messages = []
+        start = 0
+        while len(self._data) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._data, start)
+            if length > MAX_FRAME_BYTES:
+                raise PoolError(f"a frame announces {length} bytes, at most {MAX_FRAME_BYTES}")
+            end = start + _LENGTH.size + length
+            if len(self._data) < end:
+                break
+            try:
+                messages.append(self._decoder.decode(self._data[start + _LENGTH.size : end]))
+            except msgspec.MsgspecError as e:
+                raise PoolError(f"unreadable frame of {length} bytes: {e}") from None
+            start = end
+        del self._data[:start]
+        return messages
+
+
+def call_frames() -> Frames[Call]:
+    return Frames(msgspec.msgpack.Decoder(Call))
+
+
+def answer_frames() -> Frames[Answer]:
+    return Frames(msgspec.msgpack.Decoder(Answer))

@@ -1,0 +1,224 @@
+"""The node: one process a machine that holds the arena and answers for it (docs/protocol.md)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from msgspec import Struct
+
+from moonpool.core.actions import ReleaseRoom, ReserveRoom, SendSnapshot
+from moonpool.core.events import Registered, Reported, RoomConfirmed, RoomRefused
+from moonpool.core.vocabulary import Capacity, PartKind
+from moonpool.errors import ConfigError, PeerUnavailable, PoolError
+from moonpool.messenger.server import TcpServer
+from moonpool.messenger.tcp import TcpMessenger
+from moonpool.store.arena import Arena
+from moonpool.store.exchange import Exchange
+from moonpool.store.fetch import Fetcher
+from moonpool.store.ledger import Ledger
+from moonpool.store.messages import Welcome
+from moonpool.store.rooms import ClientId, RoomId
+from moonpool.store.server import LocalServer, listen
+from moonpool.wire.link import Link
+from moonpool.wire.membership import Membership
+from moonpool.wire.messages import Envelope, Message
+
+log = logging.getLogger(__name__)
+
+EXPIRY_SECONDS = 0.5
+"""How often rooms are looked through for those whose time is over."""
+
+
+class NodeConfig(Struct, frozen=True):
+    dram_bytes: int
+    run_dir: str
+    """For the Unix socket: short, this user's, mode 0700."""
+    data_host: str
+    data_port: int = 0
+    """0: a free one."""
+    token: str | None = None
+    connections: int = 2
+    """Most tcp connections to one other node."""
+
+
+async def run_node(link: Link, conductor: str, config: NodeConfig) -> None:
+    """Serve until cancelled, then leave nothing behind. Raises ConfigError where it cannot start."""
+    socket_path = Path(config.run_dir) / f"{link.me.id}.sock"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_own(socket_path))
+        listener = stack.enter_context(contextlib.closing(listen(socket_path)))
+        # Filling the arena with pages takes a third of a second a GiB.
+        arena = await asyncio.to_thread(Arena, config.dram_bytes)
+        stack.callback(arena.close)
+        messenger = TcpMessenger(config.token, config.connections)
+        stack.callback(messenger.close)
+        node = _Node(link, arena, messenger)
+        data = TcpServer(config.data_host, config.data_port, config.token, Exchange(arena, node.ledger))
+        stack.callback(data.close)
+        fetcher = Fetcher(arena, node.ledger, messenger, data.address)
+        welcome = Welcome(link.me.id, link.me.incarnation, arena.size)
+        node.data = data
+        node.clients = LocalServer(listener, welcome, arena, node.ledger, fetcher, node.counters)
+        describe = Registered(
+            PartKind.NODE,
+            link.me,
+            Capacity(dram_bytes=arena.size),
+            data_address=data.address,
+            socket_path=str(socket_path),
+        )
+        node.membership = Membership(link, conductor, lambda: describe, node.report, node.counters)
+        log.info("node %s: %d MiB, %s, data on %s", link.me.id, arena.size >> 20, socket_path, data.address)
+        await node.run()
+
+
+@contextlib.contextmanager
+def _own(socket_path: Path) -> Iterator[None]:
+    """The right to this socket path while the process lives; what a dead node left there is removed."""
+    lock_path = socket_path.with_suffix(".lock")
+    try:
+        lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as e:
+        raise ConfigError(f"run directory {socket_path.parent}: {e.strerror}") from None
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"a node runs at {socket_path} already; give this one another id or run directory"
+            ) from None
+        socket_path.unlink(missing_ok=True)
+        try:
+            yield
+        finally:
+            socket_path.unlink(missing_ok=True)
+            lock_path.unlink(missing_ok=True)
+    finally:
+        os.close(lock)
+
+
+class _Node:
+    """What runs beside each other in a node, on one event loop."""
+
+    membership: Membership
+    clients: LocalServer
+    data: TcpServer
+
+    def __init__(self, link: Link, arena: Arena, messenger: TcpMessenger) -> None:
+        self._link = link
+        self._arena = arena
+        self._messenger = messenger
+        self._loop = asyncio.get_running_loop()
+        self._pending = asyncio.Event()
+        self.ledger = Ledger(arena.extents, link.me.id, link.me.incarnation, self._on_pending, self._on_room_ended)
+
+    async def run(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._listen())
+                tasks.create_task(self.clients.run())
+                await self.membership.join()
+                log.info("joined the cluster")
+                tasks.create_task(self.membership.run())
+                tasks.create_task(self._announce())
+                tasks.create_task(self._expire())
+        except BaseExceptionGroup as group:
+            refused, _ = group.split(ConfigError)
+            if refused is not None:
+                raise ConfigError(str(refused.exceptions[0])) from group
+            raise
+
+    def report(self) -> Reported:
+        return Reported(self._link.me.id, self._link.me.incarnation, used_bytes=self._arena.extents.used)
+
+    def counters(self) -> dict[str, float]:
+        """By name: the ledger's, `tcp_` of the listening and `messenger_` of the connecting side, and sums of both."""
+        served, moved = self.data.counters(), self._messenger.counters()
+        sums = {
+            "dram_bytes": float(self._arena.size),
+            "clients": float(self.clients.clients),
+            "bytes_in": served["bytes_in"] + moved["bytes_received"],
+            "bytes_out": served["bytes_out"] + moved["bytes_sent"],
+            "checksum_failures": served["checksum_failures"] + moved["checksum_failures"],
+        }
+        return (
+            self.ledger.counters()
+            | {f"tcp_{k}": v for k, v in served.items()}
+            | {f"messenger_{k}": v for k, v in moved.items()}
+            | sums
+        )
+
+    async def _listen(self) -> None:
+        self.membership.on_joined = self.ledger.ask_snapshot
+        while True:
+            envelope = await self._link.receive()
+            if not self.membership.heard(envelope):
+                self._handle(envelope)
+
+    def _handle(self, envelope: Envelope) -> None:
+        match envelope.body:
+            case ReserveRoom() as order:
+                self._link.post(envelope.sender, self._reserve(order))
+            case ReleaseRoom(request=request, attempt=attempt):
+                if self.ledger.end_reserved(request, attempt):
+                    log.info("room of %s attempt %d released", request, attempt)
+            case SendSnapshot():
+                self.ledger.ask_snapshot()
+            case other:
+                log.warning("%s from %s is not for a node", type(other).__name__, envelope.sender.id)
+
+    def _reserve(self, order: ReserveRoom) -> Message:
+        me = self._link.me
+        try:
+            lacking = self.ledger.reserve(
+                order.request,
+                order.attempt,
+                order.space,
+                order.keys,
+                order.tail_tokens,
+                time.monotonic() + order.time_left,
+            )
+        except PoolError as e:
+            log.info("room of %s attempt %d refused: %s", order.request, order.attempt, e)
+            return RoomRefused(me.id, me.incarnation, order.request, order.attempt, str(e))
+        return RoomConfirmed(me.id, me.incarnation, order.request, order.attempt, lacking)
+
+    async def _announce(self) -> None:
+        """Tell the directory what becomes readable and what no longer is, in order."""
+        is_reachable = True
+        while True:
+            await self._pending.wait()
+            self._pending.clear()
+            while (message := self.ledger.next_announcement()) is not None:
+                try:
+                    await self._link.send(self.membership.conductor, message)
+                except PeerUnavailable as e:
+                    if is_reachable:
+                        log.warning("%s not announced, a snapshot follows: %s", type(message).__name__, e)
+                    self.ledger.ask_snapshot()
+                    is_reachable = False
+                else:
+                    is_reachable = True
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(EXPIRY_SECONDS)
+            if expired := self.ledger.expire(time.monotonic()):
+                log.warning("%d rooms ended: their time was over and nobody had taken them", expired)
+
+    def _on_pending(self) -> None:
+        self._on_loop(self._pending.set)
+
+    def _on_room_ended(self, client: ClientId, room: RoomId) -> None:
+        self._on_loop(lambda: self.clients.room_ended(client, room))
+
+    def _on_loop(self, call: Callable[[], None]) -> None:
+        """From any thread. A tcp thread may still finish a transfer when the loop is closed already."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(call)

@@ -1,0 +1,127 @@
+"""Rooms: space for the KV of one prompt, held until its writers and readers are through with it.
+
+A room that has *ended* takes no more runs and no more readers, but its bytes stay until the clients that may still
+read or write them have closed it or died. Not thread-safe: the ledger's lock covers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import NewType
+
+from moonpool.core.vocabulary import BlockKey, KeySpace, RequestId
+from moonpool.errors import PoolError
+from moonpool.messenger.transfer import TAIL
+from moonpool.store.blocks import Block, Blocks
+from moonpool.store.extents import page_aligned
+
+ClientId = NewType("ClientId", int)
+RoomId = NewType("RoomId", int)
+Waiter = Future["Room | None"]
+
+
+@dataclass(slots=True, eq=False)
+class Room:
+    id: RoomId
+    space: KeySpace
+    blocks: list[Block | None]
+    """By index in the keys: readable before (pinned), or the room's own; None: there was no room for it."""
+    lacking: tuple[int, ...]
+    """Indices of the keys that were not readable when the room was opened."""
+    tail: Block | None
+    tail_tokens: int
+    reserved: tuple[RequestId, int] | None = None
+    """(request, attempt) of a hand-over room; None: a caching room."""
+    expires: float = 0.0
+    """Hand-over rooms: when it ends if no local client is bound to it (monotonic)."""
+    writers: set[ClientId] = field(default_factory=set)
+    """Local clients; of a caching room the one that opened it."""
+    readers: set[ClientId] = field(default_factory=set)
+    """Local clients that were given the contents."""
+    waiters: dict[Waiter, ClientId] = field(default_factory=dict)
+    unfinished: int = 0
+    """The room's own blocks, the tail included, that are not complete."""
+    ended: bool = False
+
+    def block(self, index: int) -> Block | None:
+        """Raises PoolError for an index that the room has not got."""
+        if index == TAIL:
+            return self.tail
+        if not 0 <= index < len(self.blocks):
+            raise PoolError(f"room {self.id} has {len(self.blocks)} blocks, no block {index}")
+        return self.blocks[index]
+
+    def own(self) -> list[Block]:
+        """The blocks that nobody but this room has, complete or not."""
+        owned = [block for block in self.blocks if block is not None and not block.resident]
+        return owned if self.tail is None else [*owned, self.tail]
+
+    def pinned(self) -> list[Block]:
+        return [block for block in self.blocks if block is not None and block.resident]
+
+
+def open_room(
+    blocks: Blocks, number: RoomId, space: KeySpace, keys: Sequence[BlockKey], tail_tokens: int, whole: bool
+) -> Room | None:
+    """Pin what is readable, take space for the rest. `whole`: all of it or None; else as many leading keys as fit."""
+    room = Room(number, space, [None] * len(keys), (), None, tail_tokens)
+    missing = []
+    for index, key in enumerate(keys):
+        present = blocks.resident.get((space.id, key))
+        if present is None:
+            missing.append(index)
+        else:
+            blocks.lru.pin([present.name])
+            room.blocks[index] = present
+    room.lacking = tuple(missing)
+    if not _take(blocks, room, keys, whole):
+        free_room(blocks, room)
+        return None
+    room.unfinished = len(room.own())
+    return room
+
+
+def _take(blocks: Blocks, room: Room, keys: Sequence[BlockKey], whole: bool) -> bool:
+    if whole and not blocks.could_hold(bytes_lacking(room)):
+        return False
+    # The tail first: a hand-over needs it in any case, and it is small.
+    if room.tail_tokens:
+        room.tail = blocks.allocate(room.space, None, None, room.space.tail_run_bytes(room.tail_tokens))
+        if room.tail is None and whole:
+            return False
+    for index in room.lacking:
+        parent = keys[index - 1] if index else None
+        block = blocks.allocate(room.space, keys[index], parent, room.space.run_bytes)
+        if block is None:
+            return not whole
+        room.blocks[index] = block
+    return True
+
+
+def bytes_lacking(room: Room) -> int:
+    tail_bytes = room.space.tail_run_bytes(room.tail_tokens) * room.space.runs
+    return page_aligned(tail_bytes) + len(room.lacking) * page_aligned(room.space.block_bytes)
+
+
+def free_room(blocks: Blocks, room: Room) -> None:
+    """Give back everything the room holds. Nobody may read or write it any more, running transfers excepted."""
+    for block in room.own():
+        blocks.discard(block)
+    blocks.lru.unpin([block.name for block in room.pinned()])
+    room.blocks = [None] * len(room.blocks)
+    room.tail = None
+
+
+def finish_runs(blocks: Blocks, room: Room, block: Block, runs: int, on_finished: Callable[[Room], None]) -> None:
+    """These runs (bitmask) of one of the room's own blocks are complete, their checksums noted."""
+    was_complete = block.is_complete
+    block.complete |= runs
+    if was_complete or not block.is_complete:
+        return
+    room.unfinished -= 1
+    if block.key is not None:
+        blocks.promote(block)
+    if not room.unfinished:
+        on_finished(room)

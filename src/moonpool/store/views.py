@@ -1,0 +1,93 @@
+"""What a client holds of its node's arena, as views, until it closes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Self
+
+from moonpool.core.vocabulary import KeySpace
+from moonpool.messenger.transfer import TAIL, Bytes
+
+
+class _Held:
+    """Something to be closed once."""
+
+    def __init__(self, close: Callable[[], None]) -> None:
+        self._close: Callable[[], None] | None = close
+
+    def close(self) -> None:
+        """The views must not be used any more. Closing twice, or after the node is gone, does nothing."""
+        close, self._close = self._close, None
+        if close is not None:
+            close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Lease(_Held):
+    """Leading blocks that are readable and stay where they are until `close` (or `release`, the same)."""
+
+    def __init__(self, close: Callable[[], None], views: Sequence[Bytes], offsets: Sequence[int]) -> None:
+        super().__init__(close)
+        self.views = views
+        """Read-only, `space.block_bytes` each."""
+        self.offsets = offsets
+        """Of the blocks in the arena."""
+
+    @property
+    def count(self) -> int:
+        return len(self.views)
+
+    def release(self) -> None:
+        self.close()
+
+
+class Room(_Held):
+    """Space to write blocks into. A block is its readers' once all its runs are given to `NodeClient.complete`."""
+
+    def __init__(
+        self, close: Callable[[], None], number: int, space: KeySpace, views: Sequence[Bytes | None], tail: Bytes | None
+    ) -> None:
+        super().__init__(close)
+        self.id = number
+        self.space = space
+        self.tail = tail
+        """`space.runs` runs of `space.tail_run_bytes(tail_tokens)` bytes; None without a tail or room for it."""
+        self.ended = False
+        """The node has given the room up (the request is over): writing on is for nothing, but does no harm."""
+        self._views = views
+
+    def __len__(self) -> int:
+        """Number of whole blocks, with and without a view."""
+        return len(self._views)
+
+    def view(self, index: int) -> Bytes | None:
+        """A whole block to write; None where it was readable already or there is no room. TAIL: the tail."""
+        return self.tail if index == TAIL else self._views[index]
+
+    def run(self, index: int, run: int) -> Bytes | None:
+        """One run of a block (or TAIL) to write; None where `view` is None."""
+        view = self.view(index)
+        if view is None:
+            return None
+        run_bytes = view.nbytes // self.space.runs
+        return view[run * run_bytes : (run + 1) * run_bytes]
+
+
+class RoomContents(_Held):
+    """All the KV of a hand-over room: readable, and in place until `close`, which ends the room."""
+
+    def __init__(
+        self, close: Callable[[], None], number: int, space: KeySpace, blocks: Sequence[Bytes], tail: Bytes | None
+    ) -> None:
+        super().__init__(close)
+        self.id = number
+        self.space = space
+        self.blocks = blocks
+        """Read-only; every whole block of the prompt, `space.block_bytes` each."""
+        self.tail = tail
+        """Read-only; `space.runs` runs of the tail's valid tokens, or None without a tail."""

@@ -1,0 +1,71 @@
+"""A part that only lives and dies, for tests of the supervisor: `fake_part.py BEHAVIOUR NOTES [--conductor …]`.
+
+It appends a JSON line to the file NOTES for each life. Behaviours: `good`, `conductor` (notes the losses it hears of),
+`mistake` (exit 2), `crash` (exit 1 before it is up), `once` (exits 3 after its first start, then lives), `deaf`
+(ignores SIGTERM), `stuck` (its event loop never runs again).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from moonpool.core.events import Lost
+from moonpool.core.vocabulary import PartId
+from moonpool.errors import ConfigError
+from moonpool.live.process import Work, announce, fail, leave, run_part
+from moonpool.wire.link import Link
+
+TOKEN = "MOONPOOL_CLUSTER_TOKEN"
+
+
+def note(file: Path, **facts: object) -> None:
+    with file.open("a") as notes:
+        notes.write(json.dumps(facts) + "\n")
+
+
+def block() -> None:
+    while True:
+        time.sleep(60)
+
+
+def prepare(behaviour: str, notes: Path, rest: list[str]) -> Work:
+    lives = len(notes.read_text().splitlines()) if notes.exists() else 0
+    note(notes, pid=os.getpid(), arguments=rest, token=os.environ[TOKEN])
+    if behaviour == "mistake":
+        raise ConfigError("the key `colour` is unknown")
+    if behaviour == "crash":
+        raise RuntimeError("boom")
+
+    async def work() -> None:
+        port = int(rest[rest.index("--control-port") + 1]) if "--control-port" in rest else 0
+        link = Link(PartId(notes.name), "127.0.0.1", port, os.environ[TOKEN])
+        announce(link.me, conductor=link.me.address if behaviour == "conductor" else "")
+        if behaviour == "once" and not lives:
+            leave(3)
+        if behaviour == "deaf":
+            asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if behaviour == "stuck":
+            block()
+        while True:
+            match (await link.receive()).body:
+                case Lost(id=id, incarnation=incarnation, reason=reason):
+                    note(notes.with_suffix(".lost"), id=id, incarnation=incarnation, reason=reason)
+                case _:
+                    pass
+
+    return work
+
+
+if __name__ == "__main__":
+    kind, file, *others = sys.argv[1:]
+    try:
+        leave(run_part(PartId(Path(file).name), "warning", False, lambda: prepare(kind, Path(file), others)))
+    except Exception as e:
+        leave(fail(e))

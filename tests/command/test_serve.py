@@ -1,0 +1,198 @@
+"""A whole cluster as a user runs it: it comes up, comes back, and goes away without a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from moonpool.bench.cluster import RunningCluster, free_port
+
+GUARD_SECONDS = 90.0
+STOP_SECONDS = 5.0
+
+pytestmark = pytest.mark.live
+Start = Callable[..., RunningCluster]
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An own XDG_RUNTIME_DIR, short enough for sockets."""
+    path = Path(tempfile.mkdtemp(prefix="mp", dir="/tmp"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(path))
+    yield path
+    shutil.rmtree(path)
+
+
+def until(holds: Callable[[], bool], seconds: float = GUARD_SECONDS) -> float:
+    """Seconds until it holds. Fails the test when it takes longer than `seconds`."""
+    began = time.monotonic()
+    while not holds():
+        assert time.monotonic() - began < seconds, "took too long"
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
+def parts(cluster: RunningCluster) -> dict[str, psutil.Process]:
+    """The processes of the cluster's parts, by id."""
+    found = {}
+    for process in psutil.Process(cluster.process.pid).children():
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()
+            if "--id" in words:
+                found[words[words.index("--id") + 1]] = process
+    return found
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def incarnations(cluster: RunningCluster) -> dict[str, str]:
+    with contextlib.suppress(OSError):
+        return {part["id"]: part["incarnation"] for part in cluster.describe()["parts"]}  # type: ignore[attr-defined]
+    return {}
+
+
+def answer(url: str, prompt: str = "Hello") -> str:
+    body = {"model": "smollm2", "prompt": prompt, "max_tokens": 4, "temperature": 0}
+    request = urllib.request.Request(
+        url + "/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=GUARD_SECONDS) as response:
+        return str(json.load(response)["choices"][0]["text"])
+
+
+def left(runtime: Path) -> list[Path]:
+    return [path for path in runtime.rglob("*") if path.is_dir() and path.parent == runtime / "moonpool"]
+
+
+def test_it_stops_in_time_and_leaves_nothing(start_cluster: Start, runtime: Path) -> None:
+    cluster = start_cluster(engine="timed", nodes=2, prefill=2, decode=2)
+    running = parts(cluster)
+    assert sorted(running) == ["decode-0", "decode-1", "gateway-0", "node-0", "node-1", "prefill-0", "prefill-1"]
+    assert answer(cluster.url)
+    assert len(left(runtime)) == 1
+    began = time.monotonic()
+    cluster.process.send_signal(signal.SIGINT)
+    assert cluster.process.wait(GUARD_SECONDS) == 0
+    assert time.monotonic() - began < STOP_SECONDS
+    assert not alive(list(running.values()))
+    assert not left(runtime)
+
+
+def test_killing_the_supervisor_ends_its_parts_and_not_those_of_another(start_cluster: Start, runtime: Path) -> None:
+    other = start_cluster(engine="timed")
+    theirs = incarnations(other)
+    cluster = start_cluster(engine="timed")
+    running = list(parts(cluster).values())
+    assert len(left(runtime)) == 2
+    cluster.process.kill()
+    until(lambda: not alive(running), STOP_SECONDS)
+    assert len(left(runtime)) == 2
+    third = start_cluster(engine="timed")
+    assert len(left(runtime)) == 2, "the dead cluster's directory is removed, the living one's is not"
+    assert incarnations(other) == theirs
+    assert answer(other.url)
+    assert answer(third.url)
+
+
+def test_a_second_serve_on_the_same_port_is_refused_in_one_line(start_cluster: Start, runtime: Path) -> None:
+    cluster = start_cluster(engine="timed")
+    port = cluster.url.rsplit(":", 1)[1]
+    second = subprocess.run(
+        [sys.executable, "-m", "moonpool", "serve", "--engine", "timed", "--port", port],
+        capture_output=True,
+        text=True,
+        timeout=GUARD_SECONDS,
+    )
+    assert second.returncode == 2
+    assert second.stderr == (
+        f"moonpool: port {port} on 127.0.0.1 is taken: stop what listens there, or choose another with --port\n"
+    )
+    assert answer(cluster.url)
+
+
+@pytest.mark.parametrize("part", ["prefill-0", "decode-0", "node-0", "gateway-0"])
+def test_a_killed_part_comes_back_and_the_cluster_serves(start_cluster: Start, runtime: Path, part: str) -> None:
+    cluster = start_cluster(engine="timed")
+    before = incarnations(cluster)
+    text = answer(cluster.url)
+    parts(cluster)[part].kill()
+    lost = {part, "prefill-0", "decode-0"} if part == "node-0" else {part}
+    until(lambda: all(incarnations(cluster).get(id, before[id]) != before[id] for id in lost))
+    cluster.wait_ready()
+    after = incarnations(cluster)
+    assert {id for id in after if after[id] != before[id]} == lost
+    assert answer(cluster.url) == text
+
+
+def test_it_runs_from_a_directory_with_spaces_and_reads_its_file_there(
+    start_cluster: Start, runtime: Path, tmp_path: Path, smollm2: Path
+) -> None:
+    directory = tmp_path / "a path with spaces"
+    directory.mkdir()
+    (directory / "my model").symlink_to(smollm2)
+    (directory / "my cluster.yaml").write_text("model: my model\nserved-model-name: smollm2\nengine: timed\n")
+    cluster = start_cluster(config="my cluster.yaml", cwd=directory)
+    assert answer(cluster.url)
+
+
+def test_parts_started_by_hand_serve_and_a_stranger_does_not_join(runtime: Path, tmp_path: Path, smollm2: Path) -> None:
+    port, control = free_port(), free_port()
+    cluster_token, other_token = "the token of this cluster", "the token of another one"
+    with contextlib.ExitStack() as stack:
+
+        def start(kind: str, token: str, *arguments: str) -> Path:
+            log = tmp_path / f"{kind}-{len(list(tmp_path.iterdir()))}.log"
+            command = [sys.executable, "-m", "moonpool", kind, *arguments, "--model", str(smollm2)]
+            with log.open("wb") as out:
+                process = subprocess.Popen(
+                    command, stdout=out, stderr=out, env=os.environ | {"MOONPOOL_CLUSTER_TOKEN": token}
+                )
+            stack.callback(process.wait, GUARD_SECONDS)
+            stack.callback(process.terminate)
+            return log
+
+        names = ("--served-model-name", "smollm2")
+        join = ("--conductor", f"127.0.0.1:{control}")
+        start("gateway", cluster_token, "--port", str(port), "--control-port", str(control), *names)
+        start("node", cluster_token, *join, "--bind", "127.0.0.2")
+        start("prefill", cluster_token, *join, "--bind", "127.0.0.3", "--engine", "timed", *names)
+        strange = start("prefill", other_token, *join, "--id", "prefill-9", "--engine", "timed", *names)
+        until(lambda: "listening" in strange.read_text())
+        start("decode", cluster_token, *join, "--bind", "127.0.0.4", "--engine", "timed", *names)
+        url = f"http://127.0.0.1:{port}"
+
+        def served() -> bool:
+            with contextlib.suppress(OSError):
+                return bool(answer(url))
+            return False
+
+        until(served)
+        with urllib.request.urlopen(url + "/cluster", timeout=10) as response:
+            state = json.load(response)
+        assert sorted(part["id"] for part in state["parts"]) == ["decode-0", "gateway-0", "node-0", "prefill-0"]
+        addresses = {part["id"]: part["address"] for part in state["parts"]}
+        assert addresses["decode-0"].startswith("tcp://127.0.0.4:")
+
+
+def test_the_default_cluster_stays_under_its_memory_limit(start_cluster: Start, runtime: Path) -> None:
+    cluster = start_cluster()
+    assert answer(cluster.url, "word " * 1000)
+    processes = [psutil.Process(cluster.process.pid), *parts(cluster).values()]
+    pss = sum(process.memory_full_info().pss for process in processes)
+    arena = 1 << 30
+    assert pss + arena < 3.5 * 2**30, "as if the whole arena were in use and counted nowhere yet"

@@ -1,0 +1,33 @@
+"""What tests of several folders share: the model, and whole clusters as real processes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from moonpool.bench.cluster import RunningCluster, running_cluster
+
+StartCluster = Callable[..., RunningCluster]
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The model's directory in MOONPOOL_HOME; pulled if it is not there yet."""
+    from moonpool.engine.model import resolve
+
+    return resolve("smollm2", progress=False)
+
+
+@pytest.fixture
+def start_cluster(smollm2: Path) -> Iterator[StartCluster]:
+    """`start_cluster(prefill=2, engine="timed", …)`: `moonpool serve` with these options, ready; ended by itself."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*, env: dict[str, str] | None = None, cwd: Path | None = None, **options: object) -> RunningCluster:
+            flags = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+            return stack.enter_context(running_cluster(*flags, env=env, cwd=cwd))
+
+        yield start

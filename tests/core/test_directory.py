@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from moonpool.core.directory import Directory, IndexHealth
+from moonpool.core.vocabulary import BlockKey, Chain, KeySpaceId, PartId, Tier
+
+SPACES = (KeySpaceId("s"), KeySpaceId("t"))
+KEYS = tuple(BlockKey(bytes([i]) * 16) for i in range(6))
+NODES = tuple(PartId(f"node-{i}") for i in range(4))
+S, DRAM, SSD = SPACES[0], Tier.DRAM, Tier.SSD
+
+
+def joined(*nodes: PartId) -> Directory:
+    directory = Directory()
+    for node in nodes:
+        directory.join(node)
+        directory.replace(node, 0, ())
+    return directory
+
+
+def test_longest_runs_first_then_by_id() -> None:
+    directory = joined(*NODES)
+    directory.stored(NODES[2], 1, S, DRAM, KEYS[:3])
+    directory.stored(NODES[1], 1, S, DRAM, KEYS[:3])
+    directory.stored(NODES[0], 1, S, DRAM, KEYS[:1])
+    directory.stored(NODES[3], 1, S, DRAM, KEYS[1:])
+    assert directory.match(Chain(S, KEYS)) == [(NODES[1], 3), (NODES[2], 3), (NODES[0], 1)]
+    assert directory.match(Chain(SPACES[1], KEYS)) == []
+    assert directory.match(Chain(S, ())) == []
+
+
+def test_a_run_may_cross_tiers() -> None:
+    directory = joined(NODES[0])
+    directory.stored(NODES[0], 1, S, DRAM, KEYS[:2])
+    directory.stored(NODES[0], 2, S, SSD, KEYS[1:4])
+    assert directory.match(Chain(S, KEYS)) == [(NODES[0], 4)]
+    directory.removed(NODES[0], 3, S, DRAM, KEYS[:2])
+    assert directory.match(Chain(S, KEYS)) == []
+    assert directory.counts(NODES[0]) == {DRAM: 0, SSD: 3}
+
+
+@pytest.mark.parametrize("seq", [1, 3])
+def test_a_repeat_or_a_gap_is_reported_once(seq: int) -> None:
+    directory = joined(NODES[0])
+    assert directory.health(NODES[0]) is IndexHealth.EXACT
+    assert not directory.stored(NODES[0], 1, S, DRAM, KEYS[:1])
+    assert directory.stored(NODES[0], seq, S, DRAM, KEYS[:2])
+    assert directory.health(NODES[0]) is IndexHealth.CATCHING_UP
+    assert not directory.removed(NODES[0], 9, S, DRAM, KEYS[:1])
+    directory.replace(NODES[0], 9, ((S, DRAM, KEYS[:4]),))
+    assert directory.health(NODES[0]) is IndexHealth.EXACT
+    assert not directory.removed(NODES[0], 9, S, DRAM, KEYS), "covered by the snapshot"
+    assert directory.match(Chain(S, KEYS)) == [(NODES[0], 4)]
+    assert not directory.removed(NODES[0], 10, S, DRAM, KEYS)
+    assert directory.match(Chain(S, KEYS)) == []
+
+
+def test_a_node_that_comes_back_starts_empty() -> None:
+    directory = joined(NODES[0], NODES[1])
+    for node in NODES[:2]:
+        directory.stored(node, 1, S, DRAM, KEYS)
+    directory.forget(NODES[0])
+    directory.join(NODES[0])
+    assert directory.match(Chain(S, KEYS)) == [(NODES[1], 6)]
+    assert directory.health(NODES[0]) is IndexHealth.CATCHING_UP
+    with pytest.raises(ValueError, match="joined already"):
+        directory.join(NODES[0])
+
+
+SUBSET = st.lists(st.sampled_from(KEYS), max_size=8).map(tuple)
+
+
+class AgainstSets(RuleBasedStateMachine):
+    """The same directory as a dict of sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = Directory()
+        self.model: dict[PartId, set[tuple[KeySpaceId, Tier, BlockKey]]] = {}
+        self.seqs: dict[PartId, int] = {}
+
+    def _next(self, node: PartId) -> int:
+        self.seqs[node] += 1
+        return self.seqs[node]
+
+    @rule(node=st.sampled_from(NODES))
+    def join(self, node: PartId) -> None:
+        if node not in self.model:
+            self.directory.join(node)
+            self.model[node], self.seqs[node] = set(), 0
+
+    @rule(data=st.data(), space=st.sampled_from(SPACES), tier=st.sampled_from(Tier), keys=SUBSET)
+    @precondition(lambda self: self.model)
+    def stored(self, data: st.DataObject, space: KeySpaceId, tier: Tier, keys: tuple[BlockKey, ...]) -> None:
+        node = data.draw(st.sampled_from(sorted(self.model)))
+        assert not self.directory.stored(node, self._next(node), space, tier, keys)
+        self.model[node] |= {(space, tier, key) for key in keys}
+
+    @rule(data=st.data(), space=st.sampled_from(SPACES), tier=st.sampled_from(Tier), keys=SUBSET)
+    @precondition(lambda self: self.model)
+    def removed(self, data: st.DataObject, space: KeySpaceId, tier: Tier, keys: tuple[BlockKey, ...]) -> None:
+        node = data.draw(st.sampled_from(sorted(self.model)))
+        assert not self.directory.removed(node, self._next(node), space, tier, keys)
+        self.model[node] -= {(space, tier, key) for key in keys}
+
+    @rule(data=st.data(), first=SUBSET, second=SUBSET)
+    @precondition(lambda self: self.model)
+    def replace(self, data: st.DataObject, first: tuple[BlockKey, ...], second: tuple[BlockKey, ...]) -> None:
+        node = data.draw(st.sampled_from(sorted(self.model)))
+        self.directory.replace(node, self.seqs[node], ((SPACES[0], DRAM, first), (SPACES[1], SSD, second)))
+        self.model[node] = {(SPACES[0], DRAM, k) for k in first} | {(SPACES[1], SSD, k) for k in second}
+        assert self.directory.health(node) is IndexHealth.EXACT
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.model)
+    def forget(self, data: st.DataObject) -> None:
+        node = data.draw(st.sampled_from(sorted(self.model)))
+        self.directory.forget(node)
+        del self.model[node]
+
+    @rule(space=st.sampled_from(SPACES), keys=st.permutations(KEYS))
+    def match(self, space: KeySpaceId, keys: list[BlockKey]) -> None:
+        expected = []
+        for node, blocks in self.model.items():
+            run = 0
+            while run < len(keys) and any((space, tier, keys[run]) in blocks for tier in Tier):
+                run += 1
+            if run:
+                expected.append((node, run))
+        expected.sort(key=lambda pair: (-pair[1], pair[0]))
+        assert self.directory.match(Chain(space, tuple(keys))) == expected
+
+    @invariant()
+    def adds_up(self) -> None:
+        self.directory.check_integrity()
+        for node, blocks in self.model.items():
+            assert self.directory.counts(node) == {t: sum(b[1] is t for b in blocks) for t in Tier}
+
+
+AgainstSets.TestCase.settings = settings(max_examples=60, deadline=None)
+TestAgainstSets = AgainstSets.TestCase

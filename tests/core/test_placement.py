@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from msgspec import structs
+
+from moonpool.core.cost import PrefillCoefficients, PrefillCost, TransferCost
+from moonpool.core.placement import DecodeOption, PrefillOption, Source, View, Wanted, place
+from moonpool.core.vocabulary import PartId
+
+COST = PrefillCost(PrefillCoefficients(0.0, 0.01, 0.0))
+WANTED = Wanted(tokens=161, block_tokens=16, block_bytes=1000)
+"""1.61 s to compute, 10 blocks at most from the cache."""
+FAST = TransferCost(0.0, 1e9)
+
+
+def prefill(index: int, queue: float = 0.0, held: int = 0) -> PrefillOption:
+    return PrefillOption(PartId(f"prefill-{index}"), PartId(f"node-{index}"), queue, held, COST)
+
+
+def decode(index: int, tbt: float = 0.05, held: int = 0) -> DecodeOption:
+    return DecodeOption(PartId(f"decode-{index}"), PartId(f"node-{index}"), tbt, held)
+
+
+def view(*options: PrefillOption, transfer: TransferCost = FAST, **more: tuple[int, int]) -> View:
+    """Sources are those nodes that hold something, and `node_X=(blocks, queued bytes)`."""
+    sources = [Source(p.node, p.held_blocks, 0) for p in options if p.held_blocks]
+    sources += [Source(PartId(name.replace("_", "-")), *given) for name, given in more.items()]
+    sources.sort(key=lambda s: (-s.blocks, s.node))
+    return View(options, (decode(0), decode(1)), tuple(sources), transfer)
+
+
+def choose(policy: str, seen: View, wanted: Wanted = WANTED, threshold: float = 2.0):  # type: ignore[no-untyped-def]
+    return place(policy, seen, wanted, np.random.Generator(np.random.PCG64(1)), threshold)  # type: ignore[arg-type]
+
+
+def test_load_balance_takes_the_shortest_queue_whatever_is_cached() -> None:
+    choice = choose("load-balance", view(prefill(0, 0.5, held=10), prefill(1, 0.4), prefill(2, 0.4)))
+    assert choice.prefill.id == "prefill-1"
+    assert choice.ttft_seconds == pytest.approx(0.4 + 1.61)
+
+
+def test_cache_aware_weighs_queue_against_hits_and_never_fetches() -> None:
+    near = choose("cache-aware", view(prefill(0, 1.0, held=10), prefill(1)))
+    assert (near.prefill.id, near.hit_blocks, near.fetch) == ("prefill-0", 10, None)
+    assert near.ttft_seconds == pytest.approx(1.0 + 0.01)
+    far = choose("cache-aware", view(prefill(0, 1.7, held=10), prefill(1)))
+    assert (far.prefill.id, far.hit_blocks, far.fetch) == ("prefill-1", 0, None)
+
+
+def test_random_uses_all_and_is_repeatable() -> None:
+    seen = view(prefill(0, 100.0), prefill(1), prefill(2, 5.0))
+
+    def draw(seed: int) -> list[tuple[str, str]]:
+        rng = np.random.Generator(np.random.PCG64(seed))
+        choices = [place("random", seen, WANTED, rng, 2.0) for _ in range(300)]
+        return [(c.prefill.id, c.decode.id) for c in choices]
+
+    counts = Counter(p for p, _ in draw(1))
+    assert all(60 < counts[f"prefill-{i}"] < 140 for i in range(3))
+    assert 100 < Counter(d for _, d in draw(1))["decode-0"] < 200
+    assert draw(1) == draw(1) != draw(2)
+
+
+def test_algorithm_1_fetches_what_is_missing_to_an_idle_instance() -> None:
+    choice = choose("algorithm-1", view(prefill(0, 5.0, held=10), prefill(1, held=2)))
+    assert choice.prefill.id == "prefill-1"
+    assert choice.fetch is not None
+    assert (choice.fetch.source, choice.fetch.first, choice.fetch.count, choice.hit_blocks) == ("node-0", 2, 8, 10)
+    assert choice.ttft_seconds == pytest.approx(0.01, abs=1e-3)
+
+
+def test_algorithm_1_stays_where_the_prefix_is_if_moving_it_takes_longer() -> None:
+    slow = TransferCost(0.0, 1000.0)
+    choice = choose("algorithm-1", view(prefill(0, 3.0, held=10), prefill(1), transfer=slow))
+    assert (choice.prefill.id, choice.fetch) == ("prefill-0", None)
+
+
+@pytest.mark.parametrize(
+    ("held", "best", "threshold", "fetches"),
+    [
+        (0, 1, 1e9, True),  # nothing of one's own: the ratio is infinite
+        (0, 0, 1.0, False),  # 0/0 is 1, and there is nothing to fetch
+        (5, 10, 2.0, True),  # equality fetches
+        (5, 10, 2.0001, False),
+        (6, 10, 2.0, False),
+        (10, 10, 1.0, False),  # equal runs: nothing is missing
+        (4, 3, 1.0, False),
+    ],
+)
+def test_algorithm_1_traps(held: int, best: int, threshold: float, fetches: bool) -> None:
+    seen = view(prefill(0, held=held), node_9=(best, 0)) if best else view(prefill(0, held=held))
+    choice = choose("algorithm-1", seen, threshold=threshold)
+    assert (choice.fetch is not None) == fetches
+    assert choice.hit_blocks == (best if fetches else held)
+
+
+def test_the_fetch_comes_from_the_source_that_sends_least() -> None:
+    choice = choose("algorithm-1", view(prefill(0), node_7=(10, 5000), node_8=(10, 10), node_9=(4, 0)))
+    assert choice.fetch is not None
+    assert choice.fetch.source == "node-8"
+
+
+@pytest.mark.parametrize("policy", ["random", "load-balance", "cache-aware", "algorithm-1"])
+def test_one_token_stays_uncached(policy: str) -> None:
+    exact = structs.replace(WANTED, tokens=160)
+    assert choose(policy, view(prefill(0, held=10)), exact).hit_blocks == 9
+    if policy == "algorithm-1":
+        fetched = choose(policy, view(prefill(0), node_9=(10, 0)), exact)
+        assert fetched.fetch.count == fetched.hit_blocks == 9
+
+
+def test_decode_by_predicted_step_then_by_what_need_not_move_then_by_id() -> None:
+    def chosen(*options: DecodeOption) -> str:
+        return choose("algorithm-1", structs.replace(view(prefill(0)), decode=options)).decode.id
+
+    assert chosen(decode(0, 0.06, held=9), decode(1, 0.05)) == "decode-1"
+    assert chosen(decode(0), decode(1, held=3)) == "decode-1"
+    assert chosen(decode(1), decode(0)) == "decode-0"
+
+
+def test_ties_break_by_id() -> None:
+    assert choose("algorithm-1", view(prefill(1), prefill(0))).prefill.id == "prefill-0"

@@ -1,0 +1,210 @@
+"""Nodes for tests: in this process or one of their own, and a Conductor that only listens and gives orders."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from moonpool.core.actions import FleetChanged, ReleaseRoom, ReserveRoom
+from moonpool.core.events import Registered, RoomConfirmed, RoomRefused
+from moonpool.core.vocabulary import BlockKey, KeySpace, KeySpaceId, NodePeer, PartId, PartKind, Peer, RequestId
+from moonpool.messenger.transfer import Bytes, RoomWrite, checksum
+from moonpool.store.client import NodeClient, Room
+from moonpool.store.node import NodeConfig, run_node
+from moonpool.wire.link import Link
+from moonpool.wire.messages import Envelope, Message
+
+T = TypeVar("T")
+M = TypeVar("M")
+NodeProcess = tuple[NodePeer, subprocess.Popen[bytes]]
+
+SECONDS = 10.0
+"""The most that any wait of a test takes."""
+SPACE = KeySpace(KeySpaceId("aa" * 16), block_tokens=16, runs=4, run_bytes=4096)
+BLOCK = SPACE.block_bytes
+
+
+def keys_of(name: str, count: int) -> list[BlockKey]:
+    return [BlockKey(hashlib.sha256(f"{name}/{i}".encode()).digest()[:16]) for i in range(count)]
+
+
+def bytes_of(key: bytes, nbytes: int = BLOCK) -> Bytes:
+    """What a block with this key holds in tests."""
+    return np.random.default_rng(int.from_bytes(key, "little")).integers(0, 256, nbytes, np.uint8)
+
+
+def run_checksums(data: Bytes, runs: int = SPACE.runs) -> list[int]:
+    return [checksum(run) for run in data.reshape(runs, -1)]
+
+
+def fill(client: NodeClient, room: Room, index: int, data: Bytes) -> None:
+    """Write a whole block (or TAIL) and say so."""
+    view = room.view(index)
+    assert view is not None
+    view[:] = data
+    client.complete(room, [(index, 0, room.space.runs)], run_checksums(data, room.space.runs))
+
+
+def put(client: NodeClient, keys: list[BlockKey]) -> None:
+    """Cache these blocks, with the bytes of `bytes_of`."""
+    with client.open_room(SPACE, keys).result(SECONDS) as room:
+        for index, key in enumerate(keys):
+            if room.view(index) is not None:
+                fill(client, room, index, bytes_of(key))
+
+
+def eventually(condition: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < until, f"never happened: {what}"
+        time.sleep(0.005)
+
+
+class Conductor:
+    """Answers registrations, keeps what it hears, and hosts nodes on its event loop."""
+
+    def __init__(self, run_dir: Path, token: str | None = None) -> None:
+        self.run_dir = run_dir
+        self.token = token
+        self.heard: list[Envelope] = []
+        self.nodes: dict[PartId, NodePeer] = {}
+        self._changed = threading.Condition()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="conductor")
+        self._thread.start()
+        self._tasks: list[asyncio.Task[None]] = []
+        self.link = self._on_loop(self._open_link(PartId("conductor")))
+        self._on_loop(self._start(self._receive()))
+
+    def start_node(self, name: str, dram_bytes: int = 64 * BLOCK) -> NodePeer:
+        link = self._on_loop(self._open_link(PartId(name)))
+        config = NodeConfig(dram_bytes, str(self.run_dir), "127.0.0.1", token=self.token)
+
+        async def serve() -> None:
+            try:
+                await run_node(link, self.link.me.address, config)
+            finally:
+                link.close()
+
+        self._on_loop(self._start(serve()))
+        return self.registered(name)
+
+    @contextlib.contextmanager
+    def process_node(
+        self, name: str, dram_bytes: int = 64 * BLOCK
+    ) -> Iterator[tuple[NodePeer, subprocess.Popen[bytes]]]:
+        command = [sys.executable, str(Path(__file__).with_name("node_process.py"))]
+        arguments = [name, self.link.me.address, str(self.run_dir), str(dram_bytes), self.token or ""]
+        process = subprocess.Popen([*command, *arguments])
+        try:
+            yield self.registered(name), process
+        finally:
+            process.kill()
+            process.wait(SECONDS)
+
+    def registered(self, name: str) -> NodePeer:
+        with self._changed:
+            assert self._changed.wait_for(lambda: PartId(name) in self.nodes, SECONDS), f"{name} did not register"
+            return self.nodes[PartId(name)]
+
+    def tell(self, node: NodePeer, message: Message) -> None:
+        self._on_loop(self.link.send(Peer(node.id, node.incarnation, node.address), message))
+
+    def messages(self, kind: type[M] | tuple[type[M], ...]) -> list[M]:
+        with self._changed:
+            return [envelope.body for envelope in self.heard if isinstance(envelope.body, kind)]
+
+    def wait_for(self, kind: type[M] | tuple[type[M], ...], accept: Callable[[M], bool] = lambda message: True) -> M:
+        def find() -> M | None:
+            return next((m for m in self.messages(kind) if accept(m)), None)
+
+        with self._changed:
+            assert self._changed.wait_for(lambda: find() is not None, SECONDS), f"no such {kind} came"
+            found = find()
+            assert found is not None
+            return found
+
+    def reserve(
+        self,
+        node: NodePeer,
+        request: str,
+        keys: list[BlockKey],
+        tail_tokens: int = 0,
+        attempt: int = 1,
+        time_left: float = 60.0,
+        space: KeySpace = SPACE,
+    ) -> RoomConfirmed | RoomRefused:
+        order = ReserveRoom(node, RequestId(request), attempt, space, tuple(keys), tail_tokens, time_left)
+        self.tell(node, order)
+
+        def answers(m: RoomConfirmed | RoomRefused) -> bool:
+            return m.request == request and m.attempt == attempt
+
+        return self.wait_for((RoomConfirmed, RoomRefused), answers)
+
+    def release(self, node: NodePeer, request: str, attempt: int = 1) -> None:
+        self.tell(node, ReleaseRoom(node, RequestId(request), attempt))
+
+    def close(self) -> None:
+        async def stop() -> None:
+            for task in self._tasks:
+                task.cancel()
+            results = await asyncio.gather(*self._tasks, return_exceptions=True)
+            self.link.close()
+            for result in results:
+                assert result is None or isinstance(result, asyncio.CancelledError), result
+
+        try:
+            self._on_loop(stop())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(SECONDS)
+            self._loop.close()
+
+    async def _open_link(self, name: PartId) -> Link:
+        return Link(name, "127.0.0.1", 0, self.token)
+
+    async def _start(self, work: Awaitable[None]) -> None:
+        self._tasks.append(asyncio.ensure_future(work))
+
+    def _on_loop(self, work: Awaitable[T]) -> T:
+        async def run() -> T:
+            return await work
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(SECONDS)
+
+    async def _receive(self) -> None:
+        while True:
+            envelope = await self.link.receive()
+            if isinstance(envelope.body, Registered) and envelope.body.kind is PartKind.NODE:
+                r = envelope.body
+                peer = NodePeer(r.peer.id, r.peer.incarnation, r.peer.address, r.data_address, r.socket_path)
+                self.link.post(r.peer, FleetChanged(r.peer, (), (peer,), (), 0))
+                with self._changed:
+                    self.nodes[r.peer.id] = peer
+            with self._changed:
+                self.heard.append(envelope)
+                self._changed.notify_all()
+
+
+def open_descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def room_write(
+    request: str, index: int, data: Bytes, first_run: int = 0, runs: int = SPACE.runs, attempt: int = 1
+) -> RoomWrite:
+    """Runs of a block as Messenger sends them, K and V apart as an engine has them."""
+    middle = data.nbytes // 2
+    checksums = run_checksums(data, runs)
+    return RoomWrite(RequestId(request), attempt, index, first_run, runs, [data[:middle], data[middle:]], checksums)

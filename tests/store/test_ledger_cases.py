@@ -1,0 +1,175 @@
+"""Cases of the ledger that chance meets too rarely, and what it says when asked for the impossible."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from moonpool.core.vocabulary import BlockKey, Incarnation, KeySpace, KeySpaceId, PartId, RequestId
+from moonpool.errors import PoolError
+from moonpool.messenger.transfer import TAIL
+from moonpool.store.extents import PAGE_BYTES, Extents
+from moonpool.store.ledger import Claim, Ledger
+from moonpool.store.rooms import ClientId
+
+from .kit import SECONDS, keys_of
+
+SPACE = KeySpace(KeySpaceId("aa"), block_tokens=4, runs=3, run_bytes=1024)
+KEYS = keys_of("a", 3)
+ONE, TWO = ClientId(1), ClientId(2)
+R = RequestId("r")
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    return Ledger(Extents(8 * PAGE_BYTES), PartId("node-0"), Incarnation("1"))
+
+
+def claim(ledger: Ledger, first: int, count: int, index: int = 0) -> Claim | None:
+    return ledger.claim(R, 1, index, first, count, count * SPACE.run_bytes)
+
+
+def put(ledger: Ledger, keys: list[BlockKey]) -> None:
+    room = ledger.open(ONE, SPACE, keys)
+    for index in room.lacking:
+        ledger.complete(ONE, room.id, [(index, 0, 3)], [1, 2, 3])
+    ledger.close(ONE, room.id)
+
+
+def test_what_a_transfer_writes_only_that_transfer_completes(ledger: Ledger) -> None:
+    ledger.reserve(R, 1, SPACE, KEYS[:1], 0, 9.0)
+    room = ledger.join(ONE, R, 1)
+    arriving = claim(ledger, 0, 2)
+    assert arriving is not None
+    assert claim(ledger, 1, 1) is None
+    ledger.complete(ONE, room.id, [(0, 0, 3)], [7, 7, 7])
+    assert ledger.leading(SPACE, KEYS) == 0
+    ledger.landed(arriving, 0, 1)
+    ledger.landed(arriving, 1, 2)
+    ledger.end_claim(arriving)
+    assert ledger.leading(SPACE, KEYS) == 1
+    assert ledger.lease(TWO, SPACE, KEYS).blocks[0].checksums == [1, 2, 7]
+
+
+def test_a_second_transfer_of_a_run_waits_for_the_first(ledger: Ledger) -> None:
+    ledger.reserve(R, 1, SPACE, KEYS[:1], 0, 9.0)
+    first = claim(ledger, 0, 3)
+    assert first is not None
+    with pytest.raises(PoolError, match="another transfer still writes runs of block 0"):
+        ledger.claim_when_free(R, 1, 0, 0, 3, 3 * SPACE.run_bytes, 0.01)
+    started = threading.Event()
+
+    def wait() -> Claim:
+        started.set()
+        return ledger.claim_when_free(R, 1, 0, 0, 3, 3 * SPACE.run_bytes, SECONDS)
+
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(wait)
+        started.wait(SECONDS)
+        ledger.landed(first, 0, 1)
+        ledger.end_claim(first)
+        got = second.result(SECONDS)
+    assert got.runs == 0b110
+
+
+def test_the_end_of_a_room_ends_the_wait_for_it(ledger: Ledger) -> None:
+    ledger.reserve(R, 1, SPACE, KEYS[:1], 0, 9.0)
+    assert claim(ledger, 0, 3) is not None
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(ledger.claim_when_free, R, 1, 0, 0, 3, 3 * SPACE.run_bytes, SECONDS)
+        ledger.end_reserved(R, 1)
+        with pytest.raises(PoolError, match="no room for attempt 1"):
+            second.result(SECONDS)
+
+
+def test_runs_that_land_after_the_room_ended_make_nothing_readable(ledger: Ledger) -> None:
+    ledger.reserve(R, 1, SPACE, KEYS[:1], 0, 9.0)
+    ledger.join(ONE, R, 1)
+    late = claim(ledger, 0, 3)
+    assert late is not None
+    ledger.end_reserved(R, 1)
+    for run in range(3):
+        ledger.landed(late, run, 1)
+    assert ledger.leading(SPACE, KEYS) == 0
+    ledger.leave_all(ONE)
+    assert ledger.counters()["used_bytes"] == PAGE_BYTES
+    ledger.end_claim(late)
+    assert ledger.counters()["used_bytes"] == 0
+    ledger.check_integrity()
+
+
+def test_the_first_copy_of_a_key_is_the_one_that_is_read(ledger: Ledger) -> None:
+    one, two = ledger.open(ONE, SPACE, KEYS[:1]), ledger.open(TWO, SPACE, KEYS[:1])
+    ledger.complete(ONE, one.id, [(0, 0, 3)], [1, 1, 1])
+    ledger.complete(TWO, two.id, [(0, 0, 3)], [2, 2, 2])
+    assert ledger.lease(TWO, SPACE, KEYS).blocks[0].checksums == [1, 1, 1]
+    ledger.close(TWO, two.id)
+    ledger.check_integrity()
+    assert ledger.counters()["used_bytes"] == PAGE_BYTES
+
+
+def test_a_room_somebody_is_bound_to_does_not_expire(ledger: Ledger) -> None:
+    ledger.reserve(R, 1, SPACE, KEYS[:1], 0, 1.0)
+    assert ledger.expire(0.5) == 0
+    waiter = ledger.await_room(TWO, R, 1)
+    assert ledger.expire(2.0) == 0
+    ledger.give_up(waiter)
+    room = ledger.join(ONE, R, 1)
+    assert ledger.expire(2.0) == 0
+    ledger.complete(ONE, room.id, [(0, 0, 3)], [1, 1, 1])
+    ledger.close(ONE, room.id)
+    assert ledger.expire(2.0) == 1
+    assert ledger.leading(SPACE, KEYS) == 1
+
+
+def test_a_writer_that_closes_early_ends_the_room(ledger: Ledger) -> None:
+    ledger.reserve(R, 1, SPACE, KEYS[:1], 0, 9.0)
+    waiter = ledger.await_room(TWO, R, 1)
+    ledger.close(ONE, ledger.join(ONE, R, 1).id)
+    assert waiter.result(0) is None
+
+
+def test_a_prefix_outlives_its_continuation(ledger: Ledger) -> None:
+    put(ledger, KEYS)
+    put(ledger, keys_of("b", 3))
+    put(ledger, keys_of("c", 3))
+    assert ledger.leading(SPACE, KEYS) == 2
+    put(ledger, keys_of("d", 2))
+    assert ledger.leading(SPACE, KEYS) == 0
+    assert ledger.leading(SPACE, keys_of("b", 3)) == 3
+
+
+def test_a_lease_of_nothing_is_a_lease(ledger: Ledger) -> None:
+    lease = ledger.lease(ONE, SPACE, KEYS)
+    assert lease.blocks == ()
+    with pytest.raises(PoolError, match=f"no lease {lease.id}"):
+        ledger.release(TWO, lease.id)
+    ledger.release(ONE, lease.id)
+    assert ledger.counters()["leases"] == 0
+
+
+@pytest.mark.parametrize(
+    ("runs", "checksums", "reason"),
+    [
+        ([(0, 2, 2)], [1, 2], "a block has 3 runs, not runs 2 to 3"),
+        ([(0, 0, 0)], [], "a block has 3 runs"),
+        ([(3, 0, 1)], [1], "has 3 blocks, no block 3"),
+        ([(0, 0, 3)], [1], "3 runs with 1 checksums"),
+    ],
+)
+def test_impossible_runs_are_refused(
+    ledger: Ledger, runs: list[tuple[int, int, int]], checksums: list[int], reason: str
+) -> None:
+    room = ledger.open(ONE, SPACE, KEYS)
+    with pytest.raises(PoolError, match=reason):
+        ledger.complete(ONE, room.id, runs, checksums)
+
+
+def test_a_tail_is_shorter_than_a_block(ledger: Ledger) -> None:
+    room = ledger.open(ONE, SPACE, [], 3)
+    assert room.block(TAIL) is not None
+    for tokens in (-1, 4):
+        with pytest.raises(PoolError, match="a tail has 0 to 3 tokens"):
+            ledger.open(ONE, SPACE, [], tokens)
