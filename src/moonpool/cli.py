@@ -39,7 +39,7 @@ CLUSTER = ("model", "fleet", "pool", "batch", "front", "placement", "log")
 def main() -> None:
     """Run the command. A user's mistake is one line on stderr and exit status 2."""
     try:
-        status = app(standalone_mode=False)
+        status = app(prog_name="moonpool", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         status = 130
     except BrokenPipeError:
@@ -124,6 +124,16 @@ def doctor(
     from moonpool.command.doctor import doctor as run
 
     return run(host, port)
+
+
+@app.command(hidden=True)
+def check_model(model: Path) -> int:
+    """Say in one line why the torch engine does not take this model directory; `serve` runs it before it starts."""
+    from moonpool.engine.families import inspect
+    from moonpool.engine.loading import load_config
+
+    inspect(load_config(model), model.name)
+    return 0
 
 
 @app.command()

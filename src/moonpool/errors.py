@@ -5,7 +5,9 @@ MoonpoolError
 ├── ModelError         a model is missing, damaged or of an unsupported kind: one line, exit code 2
 ├── PeerUnavailable    a message could not be handed to a peer in time
 ├── TransferError      Messenger could not move bytes
-└── PoolError          a node refused a call
+├── PoolError          a node refused a call
+├── ApiError           a client's request is answered by an error (gateway/problem.py)
+└── ClientGoneError    nobody waits for the answer any more (gateway/problem.py)
 """
 
 

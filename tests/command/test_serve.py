@@ -157,7 +157,7 @@ def test_parts_started_by_hand_serve_and_a_stranger_does_not_join(runtime: Path,
 
         def start(kind: str, token: str, *arguments: str) -> Path:
             log = tmp_path / f"{kind}-{len(list(tmp_path.iterdir()))}.log"
-            command = [sys.executable, "-m", "moonpool", kind, *arguments, "--model", str(smollm2)]
+            command = [sys.executable, "-m", "moonpool", kind, *arguments]
             with log.open("wb") as out:
                 process = subprocess.Popen(
                     command, stdout=out, stderr=out, env=os.environ | {"MOONPOOL_CLUSTER_TOKEN": token}
@@ -166,22 +166,23 @@ def test_parts_started_by_hand_serve_and_a_stranger_does_not_join(runtime: Path,
             stack.callback(process.terminate)
             return log
 
-        names = ("--served-model-name", "smollm2")
+        model = ("--model", str(smollm2), "--served-model-name", "smollm2", "--engine", "timed")
         join = ("--conductor", f"127.0.0.1:{control}")
-        start("gateway", cluster_token, "--port", str(port), "--control-port", str(control), *names)
+        start("gateway", cluster_token, "--port", str(port), "--control-port", str(control), *model)
         start("node", cluster_token, *join, "--bind", "127.0.0.2")
-        start("prefill", cluster_token, *join, "--bind", "127.0.0.3", "--engine", "timed", *names)
-        strange = start("prefill", other_token, *join, "--id", "prefill-9", "--engine", "timed", *names)
+        start("prefill", cluster_token, *join, "--bind", "127.0.0.3", *model)
+        strange = start("prefill", other_token, *join, "--id", "prefill-9", *model)
         until(lambda: "listening" in strange.read_text())
-        start("decode", cluster_token, *join, "--bind", "127.0.0.4", "--engine", "timed", *names)
+        start("decode", cluster_token, *join, "--bind", "127.0.0.4", *model)
         url = f"http://127.0.0.1:{port}"
 
-        def served() -> bool:
-            with contextlib.suppress(OSError):
-                return bool(answer(url))
+        def is_ready() -> bool:
+            with contextlib.suppress(OSError), urllib.request.urlopen(url + "/ready", timeout=10):
+                return True
             return False
 
-        until(served)
+        until(is_ready)
+        assert answer(url)
         with urllib.request.urlopen(url + "/cluster", timeout=10) as response:
             state = json.load(response)
         assert sorted(part["id"] for part in state["parts"]) == ["decode-0", "gateway-0", "node-0", "prefill-0"]

@@ -22,7 +22,8 @@ from moonpool.messenger.tcp import TcpMessenger
 from moonpool.messenger.transfer import RoomWrite
 from moonpool.store.client import NodeClient
 from moonpool.wire.security import data_key
-from store.kit import BLOCK, SECONDS, SPACE, Conductor, bytes_of, eventually, keys_of, put, room_write
+
+from ..store.kit import BLOCK, SECONDS, SPACE, Conductor, bytes_of, eventually, keys_of, put, room_write
 
 Join = Callable[..., NodeClient]
 R = RequestId("r-1")

@@ -13,7 +13,8 @@ from moonpool.errors import PoolError, TransferError
 from moonpool.messenger.tcp import TcpMessenger
 from moonpool.messenger.transfer import TAIL, Bytes
 from moonpool.store.client import NodeClient
-from store.kit import SECONDS, SPACE, Conductor, bytes_of, keys_of, put, room_write, run_checksums
+
+from ..store.kit import SECONDS, SPACE, Conductor, bytes_of, keys_of, put, room_write, run_checksums
 
 Join = Callable[..., NodeClient]
 R = RequestId("r-1")

@@ -304,9 +304,6 @@ class Scene:
         return self._is_alive(part) and self.cancelled.get((part.id, action.request), 0) < action.attempt
 
     def _prefill(self, place: act.Place, stream: Stream) -> None:
-        assert (place.decode_node.id, place.request, place.attempt) in self.rooms or not self._is_alive(
-            Peer(place.decode_node.id, place.decode_node.incarnation, "")
-        ), "placed without room"
         part = place.prefill
         if not self._is_alive(part):
             failed = ev.PrefillFailed(place.request, place.attempt, part.id, "unreachable")
@@ -338,10 +335,11 @@ class Scene:
         if not self._works(part, place):
             return
         ids = place.request, place.attempt, part.id
-        if self.rng.random() < self.odds.decode_refused:
+        room = place.decode_node.id, place.request, place.attempt
+        if room not in self.rooms or self.rng.random() < self.odds.decode_refused:
             self._report(part, ev.DecodeRefused(*ids, "late"))
             return
-        self.rooms.pop((place.decode_node.id, place.request, place.attempt), None)
+        del self.rooms[room]
         total = stream.arrived.prompt_tokens + stream.arrived.max_output_tokens
         self.holding[part.id][place.request] = -(-total // SPACE.block_tokens)
         self._report(part, ev.DecodeJoined(*ids))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from conductor_scene import GATEWAY, SPACE, arrival, gateway, node, peer, worker
+from tests.core.conductor_scene import GATEWAY, SPACE, arrival, gateway, node, peer, worker
 
 from moonpool.core import actions as act
 from moonpool.core import events as ev
@@ -573,6 +573,13 @@ def test_decode_is_not_overcommitted_but_an_empty_instance_takes_what_fits_alone
     assert d.phase()["room"] == 1
 
 
+@pytest.mark.parametrize(("share", "pages"), [(0.0, 4), (0.5, 6), (1.0, 8)])
+def test_a_share_of_the_output_is_booked_as_configured(share: float, pages: int) -> None:
+    d = desk(output_share=share)
+    d.place(arrival("a", tokens=40, output=80))
+    assert d.part(D0).committed_pages == pages
+
+
 def test_a_request_that_waited_long_is_not_overtaken_any_more() -> None:
     d = desk(decode=0)
     d.tell(worker(D, 0, pages=10))
@@ -674,3 +681,49 @@ def test_measured_times_correct_the_prediction() -> None:
 def test_impossible_settings_are_refused_by_name(field: str) -> None:
     with pytest.raises(ValueError, match=field.replace("_", "-")):
         ConductorConfig(**{field: 0})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_blocks_that_are_being_computed_count_where_workers_wait_for_them(counted: bool) -> None:
+    d = desk(prefill=2, decode=2, count_coming_blocks=counted)
+    first = d.place(arrival("a", tokens=500, family="f"))
+    d.now += 0.5
+    second = d.place(arrival("b", tokens=505, family="f"))
+    assert (second.prefill.id == first.prefill.id) == counted
+    assert second.hit_blocks == (31 if counted else 0)
+
+
+def test_a_source_that_is_sending_already_is_spared() -> None:
+    d = desk(prefill=1, decode=1, nodes=3)
+    for i in (1, 2):
+        d.tell(stored(i, 1, arrival("a", tokens=400, family="f").chains[0].keys))
+    places = [d.place(arrival(name, tokens=400, family="f")) for name in "ab"]
+    assert [p.fetch.source.id for p in places if p.fetch] == ["node-1", "node-2"]
+    d.tell(ev.PrefillDone(places[0].request, 1, P0, 25, 384, 0.0, 0.1))
+    third = d.place(arrival("c", tokens=100, family="f"))
+    assert third.fetch is not None
+    assert third.fetch.source.id == "node-1", "its fetch is over"
+
+
+def test_a_decode_instance_gets_some_requests_ahead_of_its_slots() -> None:
+    d = desk(decode=0)
+    d.tell(worker(D, 0, slots=2))
+    for name in "abc":
+        d.place(arrival(name))
+    assert kinds(d.tell(arrival("d"))) == ["Hold"]
+
+
+def test_a_failed_attempt_that_an_earlier_conductor_placed_is_asked_of_the_gateways() -> None:
+    d = desk()
+    for event in (
+        ev.Preempted(RequestId("old"), 3, D0),
+        ev.DecodeRefused(RequestId("old"), 3, D0, "x"),
+        ev.PrefillFailed(RequestId("old"), 3, P0, "x"),
+    ):
+        (resubmit,) = d.tell(event)
+        assert isinstance(resubmit, act.Resubmit)
+        assert (resubmit.attempt, resubmit.gateway.id) == (3, GATEWAY)
+    assert not d.tell(ev.RequestCancelled(RequestId("old"), "it has ended"))
+    assert kinds(d.tell(arrival("old", attempt=4))) == ["ReserveRoom"]
+    d.tell(ev.RequestCancelled(RequestId("old"), "client went away"))
+    assert not d.tell(ev.Preempted(RequestId("old"), 4, D0)), "what is over is known"

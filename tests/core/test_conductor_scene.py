@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from conductor_scene import GATEWAY, Odds, Scene, arrival, gateway, node, worker
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.core.conductor_scene import GATEWAY, Odds, Scene, arrival, gateway, node, worker
 
 from moonpool.core.conductor import ConductorConfig
 from moonpool.core.vocabulary import PartId, PartKind, RequestId, Slo

@@ -22,7 +22,9 @@ def prompt_of(length: int) -> list[int]:
     return [rng.randrange(100, 40_000) for _ in range(length)]
 
 
-def check(engine: TorchEngine, reference: Reference, lengths: list[int], chunk: int, sampling: Sampling = GREEDY) -> None:
+def check(
+    engine: TorchEngine, reference: Reference, lengths: list[int], chunk: int, sampling: Sampling = GREEDY
+) -> None:
     prompts = [prompt_of(length) for length in lengths]
     outputs = generate(engine, prompts, [sampling] * len(prompts), chunk)
     verdicts = [reference.check(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]

@@ -69,15 +69,15 @@ def test_hook_sees_each_layer_complete_and_its_exception_passes_through(engine: 
     engine.step([Row(prompt, 64, 0, 64, [0])], compare)
     assert seen == list(range(engine.space.runs))
 
-    class Cancelled(Exception):
+    class CancelledError(Exception):
         pass
 
     def cancel(layer: int) -> None:
         if layer == 3:
-            raise Cancelled
+            raise CancelledError
 
     fresh(engine, [0])
-    with pytest.raises(Cancelled):
+    with pytest.raises(CancelledError):
         engine.step([Row(prompt, 64, 0, 64, [0])], cancel)
     assert engine.run(3, 0).any()
     assert not engine.run(4, 0).any()

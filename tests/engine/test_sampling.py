@@ -62,7 +62,7 @@ def test_filters_leave_the_distribution_of_transformers(seed: int) -> None:
     warm = TemperatureLogitsWarper(temperature)
 
     def ours(**limits: float) -> dict[int, float]:
-        return kept(logits, Sampling(seed=0, temperature=temperature, **limits))  # type: ignore[arg-type]
+        return kept(logits, Sampling(seed=0, temperature=temperature, **limits))
 
     assert_same(ours(), warped(logits, warm))
     assert_same(ours(top_k=5), warped(logits, warm, TopKLogitsWarper(5)))
@@ -117,7 +117,7 @@ def test_presence_and_frequency_penalties_count_output_only() -> None:
     prompt, output = [3, 3, 3], [4, 5, 5]
 
     def best(**penalties: float) -> int:
-        return one(Sampling(seed=0, temperature=0, **penalties), logits, prompt, output).token  # type: ignore[arg-type]
+        return one(Sampling(seed=0, temperature=0, **penalties), logits, prompt, output).token
 
     assert best(presence_penalty=5.0, frequency_penalty=5.0) == 3, "the prompt's tokens are not penalized"
     logits[3] = 0.0

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import httpx
+import msgspec
 
 from moonpool.bench.cluster import RunningCluster
+from moonpool.core.vocabulary import KeySpace
+from moonpool.store.client import NodeClient
 
 HANG = 300.0
 BLOCK = 64
@@ -56,6 +60,29 @@ def counters(cluster: RunningCluster) -> dict[str, dict[str, float]]:
 def total(cluster: RunningCluster, name: str) -> float:
     """One counter summed over all parts that have it."""
     return sum(values.get(name, 0.0) for values in counters(cluster).values())
+
+
+def node_client(cluster: RunningCluster, node: str) -> NodeClient:
+    """A client of our own at one of the cluster's nodes; its socket is named in the log."""
+    found = re.search(rf"node {node}: .* (/\S+\.sock),", cluster.log())
+    assert found is not None, cluster.log()[-2000:]
+    return NodeClient.connect(found[1], name="test", incarnation="test")
+
+
+def key_space_of(cluster: RunningCluster) -> KeySpace:
+    parts: list[dict[str, Any]] = cluster.describe()["parts"]  # type: ignore[assignment]
+    return next(msgspec.convert(p["space"], KeySpace) for p in parts if p["kind"] == "prefill")
+
+
+def audit(cluster: RunningCluster) -> None:
+    """Nothing is held anywhere, and the books of every process balance."""
+    held = wait_at_rest(cluster)
+    assert not any(held.values()), held
+    assert total(cluster, "integrity_failures") == 0
+    for part in counters(cluster):
+        if part.startswith("node"):
+            with node_client(cluster, part) as client:
+                client.audit().result(HANG)
 
 
 IN_USE = ("pages_used", "jobs", "rooms", "leases")

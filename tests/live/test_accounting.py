@@ -6,11 +6,12 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.live.kit import BLOCK, cached_tokens, complete, counters, output_ids, random_prompt, total, wait_at_rest
 
 from moonpool.bench.cluster import RunningCluster, running_cluster
-from tests.live.kit import BLOCK, cached_tokens, complete, counters, output_ids, random_prompt, total, wait_at_rest
 
 pytestmark = pytest.mark.live
 
@@ -64,7 +65,8 @@ def test_the_numbers_reconcile(cluster: RunningCluster) -> None:
 
     state = cluster.describe()
     held = {part: values["blocks"] for part, values in end.items() if part.startswith("node")}
-    assert {n["id"]: n["blocks"] for n in state["nodes"]} == held  # type: ignore[attr-defined, index]
+    parts: list[dict[str, Any]] = state["parts"]  # type: ignore[assignment]
+    assert {p["id"]: p["blocks"]["dram"] for p in parts if p["kind"] == "node"} == held
     metrics = cluster.get("/metrics").decode()
     for part, blocks in held.items():
         shown = re.search(rf'^moonpool:node_blocks{{node="{part}"}} (\S+)$', metrics, re.M)

@@ -5,12 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.exactness import Reference
+from tests.live.kit import (
+    BLOCK,
+    HANG,
+    audit,
+    cached_tokens,
+    complete,
+    key_space_of,
+    node_client,
+    output_ids,
+    random_prompt,
+)
 
 from moonpool.bench.cluster import RunningCluster, running_cluster
-from tests.exactness import Reference
-from tests.live.kit import BLOCK, cached_tokens, complete, output_ids, random_prompt, wait_at_rest
+from moonpool.core.blocks import block_keys
 
 CHUNK = 128
 TOKENS = 12
@@ -26,8 +38,7 @@ pytestmark = pytest.mark.live
 def cluster(request: pytest.FixtureRequest, smollm2: Path) -> Iterator[RunningCluster]:
     with running_cluster("--nodes", str(request.param), "--prefill-chunk", str(CHUNK)) as c:
         yield c
-        held = wait_at_rest(c)
-        assert not any(held.values()), held
+        audit(c)
 
 
 @pytest.fixture(scope="module")
@@ -70,3 +81,31 @@ def test_turns_of_one_conversation(cluster: RunningCluster, reference: Reference
         assert cached_tokens(answer) >= known // BLOCK * BLOCK, f"turn {turn}"
         known = len(history) + len(ids) - 1
         history = [*history, *ids, *random_prompt(40, seed=turn)]
+
+
+def test_a_block_corrupted_in_dram_changes_the_logits(smollm2: Path) -> None:
+    """The control of all of the above: what is read from the pool really is what attention sees.
+
+    A local read trusts the bytes (their checksum was taken when they were put), so a flipped block must show.
+    """
+    with running_cluster() as c:
+        prompt = random_prompt(3 * BLOCK + 5, seed=9)
+        fields = {"ignore_eos": True, "logprobs": 5}
+        complete(c, prompt, 2, **fields)
+        warm = complete(c, prompt, 2, **fields)
+        again = complete(c, prompt, 2, **fields)
+        assert logprobs(warm) == logprobs(again), "the same bytes give the same logits"
+        space = key_space_of(c)
+        with node_client(c, "node-0") as client, client.lease(space, block_keys(prompt, space)).result(HANG) as lease:
+            assert lease.count == 3
+            start = lease.offsets[1]
+            block = client.arena[start : start + space.block_bytes].view("float32")
+            block[:] = block[::-1].copy()
+            corrupted = complete(c, prompt, 2, **fields)
+        assert cached_tokens(corrupted) == 3 * BLOCK
+        assert logprobs(corrupted) != logprobs(warm)
+
+
+def logprobs(answer: dict[str, Any]) -> list[dict[str, float]]:
+    top: list[dict[str, float]] = answer["choices"][0]["logprobs"]["top_logprobs"]
+    return top

@@ -15,10 +15,10 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from tests.exactness import Reference
+from tests.live.kit import BLOCK, HANG, audit, complete, counters, output_ids, random_prompt
 
 from moonpool.bench.cluster import RunningCluster, running_cluster
-from tests.exactness import Reference
-from tests.live.kit import BLOCK, HANG, complete, counters, output_ids, random_prompt, total, wait_at_rest
 
 pytestmark = pytest.mark.live
 
@@ -99,8 +99,7 @@ def test_a_decode_worker_killed_mid_stream_is_replaced_without_a_wrong_token(
     assert len(ids) == 120, "a token was lost or repeated"
     reference.check(prompt, ids)
     assert pid_of(cluster, "decode-0") != victim
-    held = wait_at_rest(cluster)
-    assert not any(held.values()), held
+    audit(cluster)
 
 
 def test_a_prefill_worker_killed_mid_prompt_is_replaced(cluster: RunningCluster, reference: Reference) -> None:
@@ -118,8 +117,7 @@ def test_a_prefill_worker_killed_mid_prompt_is_replaced(cluster: RunningCluster,
     assert len(ids) == 8
     reference.check(prompt, ids)
     assert pid_of(cluster, "prefill-0") != victim
-    held = wait_at_rest(cluster)
-    assert not any(held.values()), held
+    audit(cluster)
 
 
 def test_requests_for_four_times_the_decode_pages_all_finish_exactly(smollm2: Path, reference: Reference) -> None:
@@ -132,8 +130,7 @@ def test_requests_for_four_times_the_decode_pages_all_finish_exactly(smollm2: Pa
         tokens = sum(len(output_ids(a)) for a in answers)
         assert tokens == sum(4 * BLOCK - len(p) for p in prompts)
         assert ties <= 0.02 * tokens
-        held = wait_at_rest(small)
-        assert not any(held.values()), held
+        audit(small)
 
 
 def test_mixed_requests_with_random_disconnects_leave_nothing(smollm2: Path) -> None:
@@ -168,6 +165,4 @@ def test_mixed_requests_with_random_disconnects_leave_nothing(smollm2: Path) -> 
         assert set(outcomes) <= {"200", "hung up"}, {o: outcomes.count(o) for o in set(outcomes)}
         assert outcomes.count("200") >= 300
         assert outcomes.count("hung up") >= 10
-        held = wait_at_rest(c)
-        assert not any(held.values()), held
-        assert total(c, "integrity_failures") == 0
+        audit(c)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from conductor_scene import Odds, Scene, arrival, gateway, node, worker
 from msgspec import Struct
+from tests.core.conductor_scene import Odds, Scene, arrival, gateway, node, worker
 
 import moonpool
 from moonpool.core.actions import Action
@@ -90,7 +90,7 @@ def replay(folder: Path, hash_seed: str, seed: int = SEED) -> subprocess.Complet
 
 @pytest.mark.parametrize("policy", ["random", "load-balance", "cache-aware", "algorithm-1"])
 def test_a_journal_replays_to_equal_bytes_in_other_processes(policy: str, tmp_path: Path) -> None:
-    config = ConductorConfig(placement=policy, slo=Slo(ttft=20.0, tbt=0.5))  # type: ignore[arg-type]
+    config = ConductorConfig(placement=policy, slo=Slo(ttft=2.0, tbt=0.5))  # type: ignore[arg-type]
     scene = record(config)
     kinds = {type(action).__name__ for _, _, actions in scene.journal for action in actions}
     assert kinds >= {"Place", "Reject", "Hold", "Resubmit", "Cancel", "ReserveRoom", "ReleaseRoom", "FleetChanged"}

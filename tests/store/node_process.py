@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 
 from moonpool.core.vocabulary import PartId
@@ -19,4 +20,5 @@ async def main(name: str, conductor: str, run_dir: str, dram_bytes: str, token: 
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(main(*sys.argv[1:]))

@@ -173,3 +173,12 @@ def test_a_tail_is_shorter_than_a_block(ledger: Ledger) -> None:
     for tokens in (-1, 4):
         with pytest.raises(PoolError, match="a tail has 0 to 3 tokens"):
             ledger.open(ONE, SPACE, [], tokens)
+
+
+def test_a_refused_room_costs_nobody_anything(ledger: Ledger) -> None:
+    put(ledger, KEYS)
+    with pytest.raises(PoolError, match=r"no room for 9 blocks of 3072 bytes and 0 more tokens: 20480 of 32768 bytes"):
+        ledger.reserve(R, 1, SPACE, keys_of("big", 9), 0, 9.0)
+    assert ledger.leading(SPACE, KEYS) == 3
+    assert (ledger.counters()["evictions"], ledger.counters()["refused_rooms"]) == (0, 1)
+    ledger.check_integrity()

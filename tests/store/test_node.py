@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -20,7 +21,7 @@ from moonpool.core.vocabulary import BlockKey, KeySpace, KeySpaceId, NodePeer, R
 from moonpool.errors import ConfigError, PoolError
 from moonpool.messenger.tcp import TcpMessenger
 from moonpool.messenger.transfer import TAIL
-from moonpool.store.client import NodeClient
+from moonpool.store.client import NodeClient, awaited
 from moonpool.store.views import RoomContents
 
 from .kit import (
@@ -208,7 +209,7 @@ def test_the_directory_hears_everything_in_order(conductor: Conductor, node: Nod
 
 CLIENT = """
 import sys
-from moonpool.store.client import NodeClient
+from moonpool.store.client import NodeClient, awaited
 from moonpool.core.vocabulary import KeySpace, KeySpaceId
 path, role, *keys = sys.argv[1:]
 space = KeySpace(KeySpaceId("aa" * 16), 16, 4, 4096)
@@ -287,13 +288,11 @@ def test_a_stopped_client_keeps_its_lease(node: NodePeer, join: Join) -> None:
 def test_a_cancelled_call_leaves_no_lease_behind(node: NodePeer, join: Join) -> None:
     client = join(node)
     put(client, keys_of("a", 1))
-    for _ in range(50):
-        client.lease(SPACE, keys_of("a", 1)).cancel()
-        client.open_room(SPACE, keys_of("b", 1)).cancel()
-    cancelled = [client.lease(SPACE, keys_of("a", 1)) for _ in range(50)]
-    held = [future.result(SECONDS) for future in cancelled if not future.cancel()]
-    for lease in held:
-        lease.release()
+    leases = [client.lease(SPACE, keys_of("a", 1)) for _ in range(50)]
+    rooms = [client.open_room(SPACE, keys_of("b", 1)) for _ in range(50)]
+    for future in [*leases, *rooms]:
+        if not future.cancel():
+            future.result(SECONDS).close()
     eventually(lambda: client.stats().result(SECONDS)["leases"] == 0, "all leases end")
     assert client.stats().result(SECONDS)["rooms"] == 0
 
@@ -374,6 +373,15 @@ def test_the_client_hears_of_a_killed_node(conductor: Conductor, run_dir: Path) 
     assert [path.name for path in run_dir.iterdir()] == []
 
 
+def test_a_node_that_is_stopped_as_it_joins_stops(conductor: Conductor, run_dir: Path) -> None:
+    """Five times: the order must come together with the Conductor's answer to be swallowed."""
+    for number in range(5):
+        with conductor.process_node(f"node-{number}") as (_, process):
+            process.send_signal(signal.SIGINT)
+            assert process.wait(SECONDS) == 0
+    assert [path.name for path in run_dir.iterdir()] == []
+
+
 def test_nothing_is_left_of_a_node_and_its_clients(run_dir: Path) -> None:
     def once() -> None:
         conductor = Conductor(run_dir)
@@ -447,3 +455,20 @@ def test_a_hand_over_over_tcp(conductor: Conductor, node: NodePeer, join: Join) 
     assert contents.tail is not None
     assert np.array_equal(contents.tail, tail)
     contents.close()
+
+
+def test_a_cancelled_coroutine_leaves_no_lease_behind(node: NodePeer, join: Join) -> None:
+    client = join(node)
+    put(client, keys_of("a", 1))
+
+    async def cancel_as_the_answer_comes() -> None:
+        future = client.lease(SPACE, keys_of("a", 1))
+        task = asyncio.create_task(awaited(future))
+        await asyncio.sleep(0)
+        assert future.result(SECONDS).count == 1  # the loop stands still meanwhile: the task has not heard of it
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel_as_the_answer_comes())
+    eventually(lambda: client.stats().result(SECONDS)["leases"] == 0, "all leases end")

@@ -6,6 +6,7 @@ import contextlib
 import time
 
 from rich.console import Console
+from rich.markup import escape
 
 from moonpool.config import Config
 from moonpool.live.supervisor import Progress
@@ -23,10 +24,10 @@ class Screen:
         self._console = Console(highlight=False)
         self._began = time.monotonic()
         self._config = config
-        self._coming: list[str] = []
+        self._coming: dict[str, None] = {}
         fleet = config.fleet
         self._say(
-            f"[bold]moonpool[/] serves {config.served_name} ({config.model.engine}): "
+            f"[bold]moonpool[/] serves {escape(config.served_name)} ({config.model.engine}): "
             f"{fleet.prefill} prefill, {fleet.decode} decode, {fleet.nodes} node{'s' if fleet.nodes > 1 else ''}"
         )
         self._status = self._console.status("starting", spinner="dots") if self._console.is_terminal else None
@@ -37,14 +38,13 @@ class Screen:
         since = f"{time.monotonic() - self._began:6.1f} s"
         match progress.state:
             case "starting":
-                self._coming.append(progress.part)
+                self._coming[progress.part] = None
             case "up":
-                self._coming.remove(progress.part)
+                self._coming.pop(progress.part, None)
                 self._say(f"  [green]up[/]     {progress.part:12} {since}")
             case _:
-                if progress.part in self._coming:
-                    self._coming.remove(progress.part)
-                self._say(f"  [red]ended[/]  {progress.part:12} {since}  {progress.detail}; starting it again")
+                self._coming.pop(progress.part, None)
+                self._say(f"  [red]ended[/]  {progress.part:12} {since}  {escape(progress.detail)}; starting it again")
         self._await(", ".join(self._coming))
 
     def waiting(self) -> None:
@@ -57,11 +57,10 @@ class Screen:
         url = f"http://{shown}:{port}"
         body = f'{{"model": "{self._config.served_name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
         self._say(f"[bold green]ready[/] after {time.monotonic() - self._began:.1f} s: [bold]{url}[/]")
-        self._console.print(
+        self._say(
             f"\n  curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n       -d '{body}'\n\n"
             "Ctrl-C stops everything; `moonpool status` shows the cluster.",
             markup=False,
-            soft_wrap=True,
         )
 
     def stopping(self) -> None:
@@ -81,6 +80,7 @@ class Screen:
         else:
             self._status.stop()
 
-    def _say(self, line: str) -> None:
-        with contextlib.suppress(OSError):
-            self._console.print(line, soft_wrap=True)
+    def _say(self, line: str, markup: bool = True) -> None:
+        """A reader that has gone away (`| head`) does not end the cluster; rich would end the process."""
+        with contextlib.suppress(OSError, SystemExit):
+            self._console.print(line, soft_wrap=True, markup=markup)

@@ -8,6 +8,8 @@ import errno
 import secrets
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,11 +20,13 @@ from moonpool.command import machine
 from moonpool.command.screen import Screen, reachable
 from moonpool.config import Config, as_flat
 from moonpool.core.vocabulary import PartId
-from moonpool.errors import ConfigError
+from moonpool.engine.model import PULLABLE
+from moonpool.errors import ConfigError, ModelError
 from moonpool.live.process import log_to_stderr
 from moonpool.live.rundir import RunDirectory, create_run_directory
 from moonpool.live.supervisor import PartPlan, Supervisor
 
+CHECK_SECONDS = 120.0
 READY_POLL_SECONDS = 0.2
 READY_CALL_SECONDS = 2.0
 NOT_YOURS = {"id", "node", "conductor", "run-dir", "control-port"}
@@ -38,6 +42,8 @@ def serve(config: Config, token: str | None, find_model: Callable[[Config], Path
     port = free_port(config.front.host, config.front.port)
     config = msgspec.structs.replace(config, front=msgspec.structs.replace(config.front, port=port))
     model = find_model(config)
+    if config.model.engine == "torch" and config.model.model not in PULLABLE:
+        check_model(model)
     machine.check_memory(config, model if config.model.engine == "torch" else None)
     named = msgspec.structs.replace(config.model, model=str(model), served_model_name=config.served_name)
     config = msgspec.structs.replace(config, model=named)
@@ -67,6 +73,18 @@ def plan_parts(config: Config, file: Path, run_dir: Path) -> list[PartPlan]:
         plans.append(PartPlan(worker, arguments, after=(front, node), ends_with=node))
         counts[kind] += 1
     return plans
+
+
+def check_model(model: Path) -> None:
+    """Raises ModelError for a kind of model that the engine does not compute. In its own process: torch is large."""
+    command = [sys.executable, "-P", "-m", "moonpool", "check-model", str(model)]
+    try:
+        checked = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise ModelError(f"{model} was not read within {CHECK_SECONDS:g} s: is its disk slow?") from None
+    if checked.returncode:
+        lines = checked.stderr.strip().splitlines() or [f"reading it ended with {checked.returncode}"]
+        raise ModelError(lines[-1].removeprefix("moonpool: "))
 
 
 def free_port(host: str, port: int) -> int:

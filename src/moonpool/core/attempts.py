@@ -21,7 +21,9 @@ from moonpool.core.pages import pages_for
 from moonpool.core.placement import Choice, place
 from moonpool.core.requests import AT_WORKERS, Phase, Placement, Request, Requests
 from moonpool.core.settings import ConductorConfig
-from moonpool.core.vocabulary import PartId, RequestId
+from moonpool.core.vocabulary import PartId, PartKind, RequestId
+
+PREEMPTED = "pages ran out on the decode instance"
 
 _Found = tuple[Request, Placement] | None
 """A request and what its current attempt was given."""
@@ -65,11 +67,20 @@ class Attempts:
         """All that are held, in order of arrival; one that waited long enough is not overtaken."""
         self.endings.may_serve = False
         closed: dict[str, None] = {}
+        turned_away: dict[str, list[tuple[int, int, bool]]] = {}
         for request in self.requests.held():
-            if request.arrived.model in closed:
+            model = request.arrived.model
+            if model in closed:
                 continue
-            if self._try(request, now) and self._keeps_turn(request, now):
-                closed[request.arrived.model] = None
+            # Room only shrinks in this pass: who needs no less than one that found none finds none either.
+            size = request.arrived.prompt_tokens, request.total_tokens, request.preemptions > 0
+            known = turned_away.setdefault(model, [])
+            if not any(all(a >= b for a, b in zip(size, least, strict=True)) for least in known):
+                if not self._try(request, now):
+                    continue
+                known.append(size)
+            if self._keeps_turn(request, now):
+                closed[model] = None
 
     def _serve(self, request: Request, now: float) -> None:
         for earlier in self.requests.held():
@@ -84,18 +95,20 @@ class Attempts:
         return now - request.held_since > self._config.hold_patience and request.not_before <= now
 
     def _try(self, request: Request, now: float) -> bool:
-        """Whether it is still held; else it reserves room or is over."""
+        """Whether it found no room and is held; else it reserves room, is over, or may not be tried yet."""
         if now >= request.deadline:
             self.endings.reject(request, DEADLINE, now)
             return False
         if request.not_before > now:
-            return self._hold(request, "it failed before and waits a moment")
+            self._hold(request, "it failed before and waits a moment")
+            return False
         config = self._config
-        found = options_for(request, self._fleet, self._directory, config.transfer_cost, config.output_share, now)
+        found = options_for(request, self._fleet, self._directory, config, now)
         if isinstance(found, Wait):
             refusal = self._gate.while_held(request, now)
             if refusal is None:
-                return self._hold(request, found.reason)
+                self._hold(request, found.reason)
+                return True
         elif isinstance(found, Refusal):
             refusal = found
         else:
@@ -107,12 +120,11 @@ class Attempts:
         self.endings.reject(request, refusal, now)
         return False
 
-    def _hold(self, request: Request, reason: str) -> bool:
+    def _hold(self, request: Request, reason: str) -> None:
         if not request.hold_sent:
             request.hold_sent = True
             self.endings.decisions.held += 1
             self._out.append(act.Hold(request.id, request.attempt, request.arrived.gateway, reason))
-        return True
 
     def expire(self, now: float) -> None:
         """Nothing is held past its deadline, nor a newcomer past its TTFT limit where admission looks at it."""
@@ -218,6 +230,7 @@ class Attempts:
             self.endings.may_serve = True
 
     def prefill_failed(self, event: ev.PrefillFailed, now: float) -> None:
+        self._ask_whose(event, event.reason)
         found = self._at_prefill(event.request, event.attempt, event.instance)
         if found is not None and found[0].phase is not Phase.DECODING:
             request = found[0]
@@ -238,6 +251,7 @@ class Attempts:
         self.requests.move(request, Phase.DECODING)
 
     def decode_refused(self, event: ev.DecodeRefused, now: float) -> None:
+        self._ask_whose(event, event.reason)
         found = self._at_decode(event.request, event.attempt, event.instance)
         if found is not None:
             request = found[0]
@@ -245,11 +259,12 @@ class Attempts:
             request.avoid = event.instance
 
     def preempted(self, event: ev.Preempted, now: float) -> None:
+        self._ask_whose(event, PREEMPTED)
         found = self._at_decode(event.request, event.attempt, event.instance)
         if found is not None:
             request = found[0]
             request.preemptions += 1
-            self.endings.fail(request, "preempted", "pages ran out", now, reporter=event.instance)
+            self.endings.fail(request, "preempted", PREEMPTED, now, reporter=event.instance)
 
     def finished(self, event: ev.Finished, now: float) -> None:
         """By the decode instance, or by the prefill instance where the first token was the last."""
@@ -267,6 +282,16 @@ class Attempts:
         request = self.requests.get(event.request)
         if request is not None:
             self.endings.cancel(request, now)
+
+    def _ask_whose(self, event: ev.PrefillFailed | ev.DecodeRefused | ev.Preempted, reason: str) -> None:
+        """A request that was placed before this Conductor began: its gateway is one of those that are there.
+
+        The others know nothing of it and say so (`RequestCancelled`).
+        """
+        id_, attempt = event.request, event.attempt
+        if self.requests.get(id_) is None and not self.requests.is_over(id_, attempt):
+            gateways = [p for p in self._fleet.parts.values() if p.kind is PartKind.GATEWAY]
+            self._out.extend(act.Resubmit(id_, attempt, gateway.peer, reason) for gateway in gateways)
 
     # Late copies and copies of other attempts find nothing here
 

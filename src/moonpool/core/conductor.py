@@ -60,6 +60,10 @@ class Conductor:
         attempts = self._attempts
         return describe(self._config, self._fleet, self._directory, attempts.requests, attempts.endings.decisions, now)
 
+    def parts(self) -> tuple[Peer, ...]:
+        """Who is there now, in order of registration."""
+        return tuple(part.peer for part in self._fleet.parts.values())
+
     def _dispatch(self, event: ev.Event, now: float) -> None:
         attempts = self._attempts
         match event:

@@ -125,12 +125,13 @@ class DecodeLoad:
         booked = sum(s.pages for s in self.assigned.values())
         return max(booked, self.pages_used + sum(s.pages for s in self.assigned.values() if not s.joined))
 
-    def has_room(self, pages: int) -> bool:
+    def has_room(self, pages: int, batch_ahead: float) -> bool:
         """An empty instance takes whatever fits alone, so that nobody waits for ever."""
         if self.batch == 0:
             return True
         slots = self.part.capacity.slots
-        return (slots == 0 or self.batch < slots) and self.committed_pages + pages <= self.part.capacity.pages
+        has_slot = slots == 0 or self.batch < slots * (1 + batch_ahead)
+        return has_slot and self.committed_pages + pages <= self.part.capacity.pages
 
     def join(self, request: RequestId) -> None:
         share = self.assigned[request]

@@ -11,12 +11,12 @@ from msgspec import Struct
 
 from moonpool.core.admission import Refusal, check_context, check_room
 from moonpool.core.blocks import common_blocks
-from moonpool.core.cost import TransferCost
 from moonpool.core.directory import Directory
 from moonpool.core.fleet import DecodeLoad, Fleet, PrefillLoad
 from moonpool.core.pages import pages_for
 from moonpool.core.placement import DecodeOption, PrefillOption, Source, View, Wanted
 from moonpool.core.requests import Request
+from moonpool.core.settings import ConductorConfig
 from moonpool.core.vocabulary import BlockKey, Chain, KeySpace, PartId, PartKind, RejectReason
 
 _UNLIMITED = 1 << 62
@@ -38,9 +38,8 @@ class Options(Struct, frozen=True):
 
 
 def options_for(
-    request: Request, fleet: Fleet, directory: Directory, transfer: TransferCost, output_share: float, now: float
+    request: Request, fleet: Fleet, directory: Directory, config: ConductorConfig, now: float
 ) -> Options | Refusal | Wait:
-    """`output_share`: the part of the output still to come that a decode instance must have pages for."""
     model = request.arrived.model
     prefill = [p for p in fleet.prefill_for(model) if request.keys_in(p.space) is not None]
     decode = [d for d in fleet.decode_for(model) if request.keys_in(d.space) is not None]
@@ -52,7 +51,7 @@ def options_for(
         # A larger instance that just went away may come back; what was accepted is not thrown away before.
         lost = any(fleet.lost_recently(kind, model, now) for kind in (PartKind.PREFILL, PartKind.DECODE))
         return Wait(refusal.message) if request.accepted and lost else refusal
-    free_decode = [d for d in decode if _takes(d, fleet, request, output_share)]
+    free_decode = [d for d in decode if _takes(d, fleet, request, config)]
     if not free_decode:
         return Wait("no decode instance has room")
     free_prefill = [p for p in prefill if p.has_slot() and _fits(p, request.total_tokens)]
@@ -61,7 +60,7 @@ def options_for(
     for space in sorted({d.space.id: d.space for d in free_decode}.values(), key=lambda s: s.id):
         pair = [p for p in free_prefill if p.space == space], [d for d in free_decode if d.space == space]
         if all(pair):
-            return _options(request, space, *pair, fleet, directory, transfer, output_share, now)
+            return _options(request, space, *pair, fleet, directory, config, now)
     return Wait("no prefill and decode instance of one key space are free together")
 
 
@@ -124,12 +123,12 @@ def _absent(
     return None
 
 
-def _takes(load: DecodeLoad, fleet: Fleet, request: Request, output_share: float) -> bool:
+def _takes(load: DecodeLoad, fleet: Fleet, request: Request, config: ConductorConfig) -> bool:
     node = fleet.nodes[load.part.node_id]
     return (
         _fits(load, request.total_tokens)
         and node.has_room(room_bytes(load.space, request.arrived.prompt_tokens))
-        and load.has_room(booked_pages(request, load.space, output_share))
+        and load.has_room(booked_pages(request, load.space, config.output_share), config.batch_ahead)
     )
 
 
@@ -147,8 +146,7 @@ def _options(
     decode: list[DecodeLoad],
     fleet: Fleet,
     directory: Directory,
-    transfer: TransferCost,
-    output_share: float,
+    config: ConductorConfig,
     now: float,
 ) -> Options:
     keys = request.keys_in(space) or ()
@@ -156,17 +154,22 @@ def _options(
     runs = directory.match(Chain(space.id, keys))
     held = dict(runs)
     view = View(
-        tuple(_prefill_option(p, held, keys, now) for p in _without(prefill, request.avoid)),
+        tuple(
+            _prefill_option(p, held, keys if config.count_coming_blocks else (), now)
+            for p in _without(prefill, request.avoid)
+        ),
         tuple(_decode_option(d, held, tokens) for d in _without(decode, request.avoid)),
         tuple(
             Source(node, blocks, sum(fleet.nodes[node].sending.values()))
             for node, blocks in runs
             if node in fleet.nodes
         ),
-        transfer,
+        config.transfer_cost,
     )
     wanted = Wanted(tokens, space.block_tokens, space.block_bytes)
-    return Options(view, wanted, space, keys, booked_pages(request, space, output_share), room_bytes(space, tokens))
+    return Options(
+        view, wanted, space, keys, booked_pages(request, space, config.output_share), room_bytes(space, tokens)
+    )
 
 
 def _without(loads: list[Load], avoid: PartId | None) -> list[Load]:
@@ -176,7 +179,7 @@ def _without(loads: list[Load], avoid: PartId | None) -> list[Load]:
 def _prefill_option(
     load: PrefillLoad, held: dict[PartId, int], keys: tuple[BlockKey, ...], now: float
 ) -> PrefillOption:
-    # Blocks that are being computed there count: the queue is served in order (PAPER §9).
+    # `keys` is empty where blocks that are still being computed there do not count (PAPER §9).
     coming = max((common_blocks(keys, chain) for chain in load.chains.values()), default=0)
     node = load.part.node_id
     return PrefillOption(load.part.id, node, load.seconds(now), max(held.get(node, 0), coming), load.cost)

@@ -32,6 +32,17 @@ class ConductorConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     One page to grow into is always booked; 1 never preempts, 0 packs the batch tightest.
     """
+    batch_ahead: float = 0.5
+    """How many requests beyond its slots a decode instance is given, as a share of them.
+
+    They are prefilled while they wait for a slot, so that a slot that comes free is taken at once.
+    """
+    count_coming_blocks: bool = False
+    """Whether blocks that a prefill instance is still computing count as held by those that come behind.
+
+    Right where workers wait for such blocks; where they compute them again it sends whole families of
+    prompts to one instance.
+    """
     hold_patience: float = 1.0
     """Seconds after which a held request is not overtaken any more by later ones of its model."""
     prefill_cost: PrefillCoefficients = PrefillCoefficients()
@@ -52,6 +63,7 @@ class ConductorConfig(Struct, frozen=True, forbid_unknown_fields=True):
         ):
             if seconds is not None and not 0 < seconds < float("inf"):
                 raise ValueError(f"{name} is {seconds:g} s; give a finite time above 0")
+        _at_least("batch-ahead", self.batch_ahead, 0.0)
         if not 0 <= self.output_share <= 1:
             raise ValueError(f"output-share is {self.output_share:g}; give a number from 0 to 1")
 

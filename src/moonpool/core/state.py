@@ -8,7 +8,7 @@ from moonpool.core.directory import Directory
 from moonpool.core.fleet import Fleet, Part
 from moonpool.core.requests import Phase, Requests
 from moonpool.core.settings import ConductorConfig, Decisions
-from moonpool.core.vocabulary import Capacity, PartKind
+from moonpool.core.vocabulary import Capacity, KeySpace, PartKind
 
 
 class PartState(Struct, frozen=True, omit_defaults=True):
@@ -24,6 +24,8 @@ class PartState(Struct, frozen=True, omit_defaults=True):
     capacity: Capacity
     model: str = ""
     node: str = ""
+    space: KeySpace | None = None
+    """Workers: what their blocks look like and which key space they are in."""
     queued: int | None = None
     running: int | None = None
     pages_free: int | None = None
@@ -98,6 +100,7 @@ def _part(part: Part, fleet: Fleet, directory: Directory, now: float) -> PartSta
         capacity=part.capacity,
         model=part.registered.model,
         node=part.registered.node or "",
+        space=part.registered.space,
         queued=reported.queued,
         running=reported.running,
     )

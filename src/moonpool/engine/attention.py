@@ -72,7 +72,7 @@ class Scratch:
 
 
 class Batch:
-    """One step's packed tokens. `ids`, `positions`: [1, T]; `last`: [rows], the packed index of each row's last token."""
+    """One step's packed tokens. `ids`, `positions`: [1, T]; `last`: [rows], the index of each row's last token."""
 
     def __init__(
         self, pages: Pages, scratch: Scratch, rows: Sequence[Row], on_layer: Callable[[int], None] | None
@@ -184,9 +184,7 @@ def _prefill(
 ) -> Tensor:
     """[count, H, D] from [count, H, D]; the first chunk of a sequence needs no gather."""
     if chunk.mask is not None:
-        key, value = (
-            part.flatten(0, 1)[: chunk.end] for part in scratch.gather(cache, chunk.k_rows, chunk.v_rows)
-        )
+        key, value = (part.flatten(0, 1)[: chunk.end] for part in scratch.gather(cache, chunk.k_rows, chunk.v_rows))
     out = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
         key.transpose(0, 1)[None],
@@ -232,6 +230,7 @@ def paged_attention(
     **_: object,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [1, H, T, D], key and value [1, KV, T, D]; gives [1, T, H, D]."""
-    layer = int(module.layer_idx)  # a plain attribute of every attention module in the verified families
+    layer = module.layer_idx  # in every attention module of the verified families
+    assert isinstance(layer, int)
     out = batch.attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), scaling)
     return out[None], None

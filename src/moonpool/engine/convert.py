@@ -10,17 +10,18 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
+
+from moonpool.engine.loading import silence
 
 
 def convert(gguf: Path, out: Path) -> None:
     """Write config, generation config, tokenizer with its chat template, and weights to `out`."""
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    silence()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     # The weights are float by now, but the model still says that it is quantized and would refuse to be saved.
-    model.hf_quantizer, model.is_quantized, model.quantization_method = None, False, None
+    for name, value in (("hf_quantizer", None), ("is_quantized", False), ("quantization_method", None)):
+        setattr(model, name, value)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(out)

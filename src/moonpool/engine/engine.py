@@ -72,9 +72,7 @@ class Engine(Protocol):
         """Writable views of the first `tokens` tokens of K and of V in one layer of one page."""
         ...
 
-    def step(
-        self, rows: Sequence[Row], on_layer: Callable[[int], None] | None = None
-    ) -> list[Draw | None]:
+    def step(self, rows: Sequence[Row], on_layer: Callable[[int], None] | None = None) -> list[Draw | None]:
         """Compute the rows as one packed batch; draw where a row has `sampling`.
 
         `on_layer(l)` is called on this thread as soon as layer l's KV of all rows is in the pages.

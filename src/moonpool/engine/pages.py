@@ -65,7 +65,8 @@ class Pages:
 
     def run(self, layer: int, page: int) -> Bytes:
         """[run_bytes] uint8, writable."""
-        return self._bytes[layer][page]
+        view: Bytes = self._bytes[layer][page]
+        return view
 
     def tail_runs(self, layer: int, page: int, tokens: int) -> tuple[Bytes, Bytes]:
         """K and V of the first `tokens` tokens, each [tokens * bytes of a token's K] uint8, writable."""
@@ -111,7 +112,7 @@ class DevicePages(Pages):
         self._lock = threading.Lock()  # store threads ask for runs while a step begins
 
     def run(self, layer: int, page: int) -> Bytes:
-        mirror = self._bytes[layer][page]
+        mirror: Bytes = self._bytes[layer][page]
         with self._lock:
             known = self._lent.get((page, layer))
             if known is None or known == xxhash.xxh3_64_intdigest(mirror.data):

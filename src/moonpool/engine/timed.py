@@ -85,7 +85,8 @@ class TimedEngine:
     def run(self, layer: int, page: int) -> Bytes:
         """A view to fill must be asked for anew each time: it makes the next step read the page's bytes again."""
         self._sums.pop(page, None)
-        return self._memory[layer, page].view(np.uint8).reshape(-1)
+        view: Bytes = self._memory[layer, page].view(np.uint8).reshape(-1)
+        return view
 
     def tail_runs(self, layer: int, page: int, tokens: int) -> tuple[Bytes, Bytes]:
         self._sums.pop(page, None)
@@ -151,6 +152,8 @@ class TimedEngine:
             index, slot = divmod(row.start + done, self._block)
             count = min(self._block - slot, row.count - done)
             page = row.pages[index]
+            if self._sums.get(page, (0, 0, 0))[1] > slot:
+                del self._sums[page]
             self._memory[layer, page, :, slot : slot + count] = values[:, done : done + count]
             done += count
 
@@ -230,7 +233,7 @@ def _space(config: TimedConfig, block_tokens: int) -> KeySpace:
 
 
 def reference_tokens(prompt: Sequence[int], count: int, config: TimedConfig | None = None) -> list[int]:
-    """The `count` tokens that follow `prompt` where no end token is set: plain integers, no pages, no blocks, no engine.
+    """The `count` tokens that follow `prompt` where no end token is set. Plain integers: no pages, no engine.
 
     A live stream of a request without `stop_token_ids` must be exactly this, whatever moved where.
     """

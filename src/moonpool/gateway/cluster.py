@@ -1,4 +1,7 @@
-"""The gateway's end of the protocol (docs/protocol.md): every request gets one ending and leaves nothing behind."""
+"""The gateway's end of the protocol (docs/protocol.md): every request gets one ending and leaves nothing behind.
+
+Longer than other files, because all that changes a request's state stands in this one.
+"""
 
 from __future__ import annotations
 

@@ -95,6 +95,8 @@ class _Driver:
         except Exception:
             log.exception("the decision core failed on %r from %s; the Conductor ends", event, sender.id)
             raise
+        if isinstance(event, ev.Registered | ev.Lost | ev.Woke):
+            self._note_fleet()
         for action in actions:
             self._perform(action, sender)
 
@@ -111,9 +113,7 @@ class _Driver:
             case act.RegisterAgain():
                 # The core has no address of a part that it does not know; the heartbeat's envelope has.
                 to = sender
-            case act.FleetChanged(to=to):
-                self._note_fleet(action)
-            case act.Cancel(to=to):
+            case act.FleetChanged(to=to) | act.Cancel(to=to):
                 pass
         log.debug("-> %s %s", to.id, _brief(action))
         self._link.post(to, action)
@@ -147,8 +147,8 @@ class _Driver:
                     *(action.fetch.count if action.fetch else 0, action.expected_ttft),
                 )
 
-    def _note_fleet(self, action: act.FleetChanged) -> None:
-        now: dict[PartId, str] = {part.peer.id: part.peer.incarnation for part in action.parts}
+    def _note_fleet(self) -> None:
+        now: dict[PartId, str] = {part.id: part.incarnation for part in self._conductor.parts()}
         for id_, incarnation in now.items():
             if self._there.get(id_) != incarnation:
                 log.info("%s registered (%s)", id_, incarnation)

@@ -19,7 +19,7 @@ from moonpool.core.vocabulary import Capacity, PartId, PartKind, Peer, RequestId
 from moonpool.engine.engine import Draw, Engine, Row
 from moonpool.errors import MoonpoolError
 from moonpool.live.sink import copy_in_room, keep
-from moonpool.live.worker import Endings, WorkerLife
+from moonpool.live.worker import Books, Endings, WorkerLife
 from moonpool.store.views import RoomContents
 from moonpool.wire.link import Link
 from moonpool.wire.messages import Abandon, Envelope, HandOver, Stop, TokenOut, Tokens, Work
@@ -51,6 +51,8 @@ class _Job:
     refusal: str | None = None
     """Why the request was dropped by this worker itself."""
     finish: str | None = None
+    last: TokenOut | None = None
+    """The final token, sent when the blocks are kept: whoever asks the next turn at once finds them."""
     dropped: bool = False
 
     @property
@@ -91,6 +93,7 @@ class DecodeWorker:
         )
         self._life = WorkerLife(link, conductor, config.node, self._describe, self._report, self._counters)
         self._jobs: dict[RequestId, _Job] = {}
+        self._books = Books(self._instance.check_integrity)
         self._ended = Endings()
         self._stopped = Endings()
         """Stops that came before their hand-over."""
@@ -145,6 +148,7 @@ class DecodeWorker:
             "blocks_stored": t.blocks_stored,
             "pages_used": self._instance.pool.used,
             "jobs": len(self._jobs),
+            "integrity_failures": self._books.failures if self._jobs else self._books.audit(),
         }
 
     # ---- what it hears
@@ -297,7 +301,7 @@ class DecodeWorker:
         return [draw for draw in draws if draw is not None]
 
     def _emit(self, jobs: list[_Job], draws: list[Draw]) -> None:
-        """All tokens of the step, one message a gateway."""
+        """All tokens of the step but final ones, one message a gateway."""
         out: dict[Peer, list[TokenOut]] = defaultdict(list)
         for job, draw in zip(jobs, draws, strict=True):
             position = job.position
@@ -308,9 +312,11 @@ class DecodeWorker:
                 job.finish = "stop"
             elif position + 1 >= job.work.sampling.max_tokens:
                 job.finish = "length"
-            out[job.work.gateway].append(
-                TokenOut(*job.id, position, draw.token, draw.logprob, tuple(draw.top), job.finish)
-            )
+            token = TokenOut(*job.id, position, draw.token, draw.logprob, tuple(draw.top), job.finish)
+            if job.finish is None:
+                out[job.work.gateway].append(token)
+            else:
+                job.last = token
         for gateway, tokens in out.items():
             self._life.link.post(gateway, Tokens(tuple(tokens)))
 
@@ -343,6 +349,8 @@ class DecodeWorker:
         self._ended.add(*job.id)
         del self._jobs[job.work.request]
         if ending is core.Ending.FINISHED:
+            if job.last is not None and not job.dropped:
+                self._life.link.post(job.work.gateway, Tokens((job.last,)))
             self._totals.finished += 1
             self._life.tell(Finished(*job.id, me, job.position, job.finish or "stop"))
             log.info("request %s: %s attempt %d finished, %d tokens", job.work.label, *job.id, job.position)

@@ -18,7 +18,7 @@ from moonpool.core.vocabulary import Capacity, PartId, PartKind, RequestId
 from moonpool.engine.engine import Draw, Engine, Row
 from moonpool.errors import MoonpoolError, PeerUnavailable
 from moonpool.live.sink import Sink, copy_in
-from moonpool.live.worker import Endings, WorkerLife
+from moonpool.live.worker import Books, Endings, WorkerLife
 from moonpool.messenger.tcp import TcpMessenger
 from moonpool.wire.link import Link
 from moonpool.wire.messages import Abandon, Envelope, HandOver, PrefillOrder, TokenOut, Tokens, Work
@@ -98,6 +98,7 @@ class PrefillWorker:
         self._life = WorkerLife(link, conductor, config.node, self._describe, self._report, self._counters)
         self._messenger = TcpMessenger(config.token)
         self._jobs: dict[tuple[RequestId, int], _Job] = {}
+        self._books = Books(self._instance.check_integrity)
         self._ended = Endings()
         self._totals = _Totals()
         self._engine_thread = ThreadPoolExecutor(1, "engine")
@@ -149,6 +150,7 @@ class PrefillWorker:
             "bytes_stored": t.bytes_stored,
             "pages_used": self._instance.pool.used,
             "jobs": len(self._jobs),
+            "integrity_failures": self._books.failures if self._jobs else self._books.audit(),
             **self._messenger.counters(),
         }
 

@@ -68,6 +68,23 @@ async def attach_to_node(
         await asyncio.sleep(0.1)
 
 
+class Books:
+    """Counts, while a worker is at rest, how often its state machine's books did not balance (never, one hopes)."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+        self.failures = 0
+
+    def audit(self) -> int:
+        """Check now. Returns the failures so far."""
+        try:
+            self._check()
+        except AssertionError:
+            self.failures += 1
+            log.exception("the books of this worker do not balance")
+        return self.failures
+
+
 def _is_here(node: NodePeer) -> bool:
     return Path(node.socket_path).exists()
 

@@ -99,7 +99,8 @@ class Session:
 
     async def _talk(self) -> None:
         try:
-            early = await asyncio.wait_for(self._greet(), HELLO_SECONDS)
+            async with asyncio.timeout(HELLO_SECONDS):
+                early = await self._greet()
         except TimeoutError:
             raise PoolError(f"no Hello within {HELLO_SECONDS:g} s") from None
         for call in early:

@@ -112,7 +112,9 @@ class _Outbox:
     async def put(self, data: bytes) -> None:
         async with self._lock:
             try:
-                await asyncio.wait_for(self._socket.send(data), SEND_SECONDS)
+                # Not `wait_for`: on Python 3.11 it swallows a cancellation that comes as the message goes out.
+                async with asyncio.timeout(SEND_SECONDS):
+                    await self._socket.send(data)
             except (TimeoutError, zmq.ZMQError):
                 raise PeerUnavailable(f"{self._address} took no message for {SEND_SECONDS:g} s") from None
 

@@ -54,7 +54,9 @@ class Membership:
         while not self._answered.is_set() and loop.time() < deadline:
             try:
                 await self._link.send(self._whoever_conducts, self._describe())
-                await asyncio.wait_for(self._answered.wait(), min(ANSWER_SECONDS, max(0.1, deadline - loop.time())))
+                # Not `wait_for`: on Python 3.11 it swallows a cancellation that comes together with the answer.
+                async with asyncio.timeout(min(ANSWER_SECONDS, max(0.1, deadline - loop.time()))):
+                    await self._answered.wait()
             except (PeerUnavailable, TimeoutError):
                 continue
         if not self._answered.is_set():
