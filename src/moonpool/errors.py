@@ -3,7 +3,7 @@
 MoonpoolError
 ├── ConfigError        a mistake in an option, a YAML key, a path: one line, exit code 2
 ├── ModelError         a model is missing, damaged or of an unsupported kind: one line, exit code 2
-├── PeerUnavailable    a message could not be handed to a peer in time
+├── PeerUnavailableError    a message could not be handed to a peer in time
 ├── TransferError      Messenger could not move bytes
 ├── PoolError          a node refused a call
 ├── ApiError           a client's request is answered by an error (gateway/problem.py)
@@ -23,7 +23,7 @@ class ModelError(MoonpoolError):
     pass
 
 
-class PeerUnavailable(MoonpoolError):
+class PeerUnavailableError(MoonpoolError):
     pass
 
 

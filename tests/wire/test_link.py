@@ -12,7 +12,7 @@ import zmq
 from moonpool.core.actions import FleetChanged, RegisterAgain
 from moonpool.core.events import Lost, Registered, Reported
 from moonpool.core.vocabulary import Incarnation, PartId, PartKind, Peer
-from moonpool.errors import ConfigError, PeerUnavailable
+from moonpool.errors import ConfigError, PeerUnavailableError
 from moonpool.wire.link import Link
 from moonpool.wire.membership import Membership
 from moonpool.wire.messages import Envelope
@@ -69,7 +69,7 @@ def test_a_message_for_another_incarnation_is_dropped_and_counted() -> None:
 def test_without_the_same_token_no_message_passes(mine: str | None, theirs: str | None) -> None:
     async def run() -> None:
         async with links(mine, theirs) as (a, b):
-            with pytest.raises(PeerUnavailable, match="took no message"):
+            with pytest.raises(PeerUnavailableError, match="took no message"):
                 await a.send(b.me, lost(1))
             a.post(b.me, lost(2))
             with pytest.raises(TimeoutError):
@@ -81,7 +81,7 @@ def test_without_the_same_token_no_message_passes(mine: str | None, theirs: str 
 def test_a_peer_that_is_not_there_is_an_answer() -> None:
     async def run() -> None:
         async with links(None) as (a,):
-            with pytest.raises(PeerUnavailable):
+            with pytest.raises(PeerUnavailableError):
                 await a.send(Peer(PartId("x"), Incarnation(""), "tcp://127.0.0.1:9"), lost(1))
 
     asyncio.run(run())

@@ -14,7 +14,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from moonpool.core.vocabulary import PartKind
-from moonpool.errors import PeerUnavailable
+from moonpool.errors import PeerUnavailableError
 from moonpool.gateway.completions import Completions, Desk, read_body
 from moonpool.gateway.front import Front
 from moonpool.gateway.meters import Meters
@@ -98,7 +98,7 @@ class Pages:
         self._check_admin(request)
         try:
             state = msgspec.json.decode(await desk.cluster.describe(), type=dict[str, msgspec.Raw])
-        except PeerUnavailable as e:
+        except PeerUnavailableError as e:
             raise ApiError(503, str(e), code="no_conductor") from None
         own = {
             "seats_taken": desk.seats.taken,
@@ -115,7 +115,7 @@ class Pages:
         desk = self._desk
         try:
             parts = counters_in(await desk.cluster.describe())
-        except PeerUnavailable:
+        except PeerUnavailableError:
             parts = []
         fleet = desk.cluster.fleet
         pages = sum(p.capacity.pages for p in fleet.parts if p.kind is PartKind.DECODE) if fleet is not None else 0

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from moonpool.core.actions import Cancel, FleetChanged, Hold, Place, Reject, Resubmit
 from moonpool.core.events import PrefillFailed, Registered, Reported, RequestCancelled
 from moonpool.core.vocabulary import KeySpace, PartKind, RejectReason, RequestId
-from moonpool.errors import PeerUnavailable
+from moonpool.errors import PeerUnavailableError
 from moonpool.gateway.generation import Cancelled, Completed, Ending, Generation, Job, Refused, chains_of
 from moonpool.gateway.meters import Meters
 from moonpool.wire.link import Link
@@ -144,7 +144,7 @@ class Cluster:
         self._end(generation, Completed("stop"))
 
     async def describe(self) -> bytes:
-        """The Conductor's state, a JSON document. Raises PeerUnavailable within DESCRIBE_SECONDS."""
+        """The Conductor's state, a JSON document. Raises PeerUnavailableError within DESCRIBE_SECONDS."""
         self._serial += 1
         serial = self._serial
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
@@ -154,7 +154,7 @@ class Cluster:
                 await self._link.send(self._membership.conductor, Describe(self._link.me, serial))
                 return await answer
         except TimeoutError:
-            raise PeerUnavailable(f"the Conductor gave no answer within {DESCRIBE_SECONDS:g} s") from None
+            raise PeerUnavailableError(f"the Conductor gave no answer within {DESCRIBE_SECONDS:g} s") from None
         finally:
             del self._descriptions[serial]
 
@@ -283,7 +283,7 @@ class Cluster:
         work = generation.work(place, self._link.me, self._time_left(generation))
         try:
             await self._link.send(place.prefill, PrefillOrder(work))
-        except PeerUnavailable as e:
+        except PeerUnavailableError as e:
             if generation.ending is None and generation.place is place:
                 failure = PrefillFailed(generation.request, place.attempt, place.prefill.id, str(e))
                 self._tell(failure)
@@ -325,7 +325,7 @@ class Cluster:
             arrived = generation.arrival(self._model, self._link.me, self._time_left(generation))
             try:
                 await self._link.send(self._membership.conductor, arrived)
-            except PeerUnavailable as e:
+            except PeerUnavailableError as e:
                 log.warning("request %s: %s waits for the Conductor: %s", arrived.label, arrived.request, e)
             else:
                 return

@@ -19,7 +19,8 @@ from moonpool.core.vocabulary import Capacity, PartId, PartKind, Peer, RequestId
 from moonpool.engine.engine import Draw, Engine, Row
 from moonpool.errors import MoonpoolError
 from moonpool.live.sink import copy_in_room, keep
-from moonpool.live.worker import Books, Endings, WorkerLife
+from moonpool.live.worker import Books, Endings, WorkerLife, in_thread
+from moonpool.store.pending import awaited
 from moonpool.store.views import RoomContents
 from moonpool.wire.link import Link
 from moonpool.wire.messages import Abandon, Envelope, HandOver, Stop, TokenOut, Tokens, Work
@@ -102,10 +103,7 @@ class DecodeWorker:
         self._engine_thread = ThreadPoolExecutor(1, "engine")
 
     async def run(self) -> None:
-        try:
-            await self._life.run(self._hear)
-        finally:
-            self._engine_thread.shutdown(wait=False, cancel_futures=True)
+        await self._life.run(self._hear, lambda: self._engine_thread.shutdown(cancel_futures=True))
 
     # ---- what the cluster hears of this worker
 
@@ -237,7 +235,7 @@ class DecodeWorker:
     async def _await_kv(self, job: _Job) -> None:
         """Until prefill has delivered everything into the room, or never will."""
         try:
-            job.contents = await asyncio.wrap_future(self._life.node.await_room(*job.id, job.time_left()))
+            job.contents = await awaited(self._life.node.await_room(*job.id, job.time_left()))
         except MoonpoolError as e:
             job.refusal = str(e)
         if job.contents is None:
@@ -251,7 +249,7 @@ class DecodeWorker:
     async def _load(self, job: _Job, pages: tuple[int, ...]) -> None:
         assert job.contents is not None
         blocks = len(job.contents.blocks)
-        await asyncio.to_thread(copy_in_room, self._engine, job.contents, len(job.work.tokens) - 1, pages)
+        await in_thread(copy_in_room, self._engine, job.contents, len(job.work.tokens) - 1, pages)
         self._life.node.close_room(job.contents)
         job.contents = None
         self._totals.joined += 1

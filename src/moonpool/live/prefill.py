@@ -16,10 +16,11 @@ from moonpool.core.actions import Cancel
 from moonpool.core.events import Finished, PrefillDone, PrefillFailed, Registered, Reported
 from moonpool.core.vocabulary import Capacity, PartId, PartKind, RequestId
 from moonpool.engine.engine import Draw, Engine, Row
-from moonpool.errors import MoonpoolError, PeerUnavailable
+from moonpool.errors import MoonpoolError, PeerUnavailableError
 from moonpool.live.sink import Sink, copy_in
-from moonpool.live.worker import Books, Endings, WorkerLife
+from moonpool.live.worker import Books, Endings, WorkerLife, in_thread
 from moonpool.messenger.tcp import TcpMessenger
+from moonpool.store.pending import awaited
 from moonpool.wire.link import Link
 from moonpool.wire.messages import Abandon, Envelope, HandOver, PrefillOrder, TokenOut, Tokens, Work
 
@@ -105,12 +106,14 @@ class PrefillWorker:
         self._store_thread = ThreadPoolExecutor(1, "store")
 
     async def run(self) -> None:
-        try:
-            await self._life.run(self._hear)
-        finally:
-            self._engine_thread.shutdown(wait=False, cancel_futures=True)
-            self._store_thread.shutdown(wait=False, cancel_futures=True)
-            self._messenger.close()
+        await self._life.run(self._hear, self._quiesce)
+
+    def _quiesce(self) -> None:
+        for job in self._jobs.values():
+            job.dropped = True
+        self._engine_thread.shutdown(cancel_futures=True)
+        self._store_thread.shutdown(cancel_futures=True)
+        self._messenger.close()
 
     # ---- what the cluster hears of this worker
 
@@ -212,12 +215,12 @@ class PrefillWorker:
         try:
             if (fetch := work.place.fetch) is not None:
                 wanted = keys[: fetch.first + fetch.count]
-                await asyncio.wrap_future(self._life.node.fetch(fetch.source, space, wanted, job.time_left()))
+                await awaited(self._life.node.fetch(fetch.source, space, wanted, job.time_left()))
             if keys and not job.dropped:
-                lease = await asyncio.wrap_future(self._life.node.lease(space, keys))
+                lease = await awaited(self._life.node.lease(space, keys))
                 with lease:
                     blocks = lease.count
-                    await asyncio.to_thread(copy_in, self._engine, lease.views[:blocks], job.pages)
+                    await in_thread(copy_in, self._engine, lease.views[:blocks], job.pages)
             job.sink = Sink(self._engine, self._life.node, self._life.here, self._messenger, work)
             if not job.dropped:
                 await job.sink.open(blocks)
@@ -348,7 +351,7 @@ class PrefillWorker:
     async def _hand_over(self, job: _Job, order: HandOver) -> None:
         try:
             await self._life.link.send(job.work.place.decode, order)
-        except PeerUnavailable as e:
+        except PeerUnavailableError as e:
             job.failure = str(e)
 
     async def _drain(self, job: _Job) -> None:

@@ -14,9 +14,11 @@ from collections.abc import Sequence
 from moonpool.core.vocabulary import BlockKey, NodePeer
 from moonpool.engine.engine import Bytes, Engine
 from moonpool.errors import MoonpoolError
+from moonpool.live.worker import in_thread
 from moonpool.messenger.tcp import TcpMessenger
 from moonpool.messenger.transfer import TAIL, RoomWrite, checksum
 from moonpool.store.client import NodeClient
+from moonpool.store.pending import awaited
 from moonpool.store.views import Room, RoomContents
 from moonpool.wire.messages import Work
 
@@ -52,7 +54,7 @@ async def keep(engine: Engine, node: NodeClient, keys: Sequence[BlockKey], pages
     Returns how many were new. Raises PoolError when the node refuses or is gone.
     """
     space = engine.space
-    room = await asyncio.wrap_future(node.open_room(space, keys))
+    room = await awaited(node.open_room(space, keys))
 
     def copy_out() -> int:
         kept = 0
@@ -70,7 +72,7 @@ async def keep(engine: Engine, node: NodeClient, keys: Sequence[BlockKey], pages
         return kept
 
     try:
-        return await asyncio.to_thread(copy_out)
+        return await in_thread(copy_out)
     finally:
         node.close_room(room)
 
@@ -94,9 +96,9 @@ class Sink:
         """Raises PoolError if the room that decode waits for is gone. Space for caching is best effort."""
         work = self._work
         if not self._remote:
-            self._room = await asyncio.wrap_future(self._node.join_room(work.request, work.attempt))
+            self._room = await awaited(self._node.join_room(work.request, work.attempt))
         elif len(work.keys) > hit_blocks:
-            self._room = await asyncio.wrap_future(self._node.open_room(work.place.space, work.keys))
+            self._room = await awaited(self._node.open_room(work.place.space, work.keys))
 
     def after(self, store: concurrent.futures.Future[None]) -> None:
         """`drain` waits for this job of the store thread."""

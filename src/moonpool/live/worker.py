@@ -7,6 +7,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from moonpool.core.events import Event, Registered, Reported
 from moonpool.core.vocabulary import NodePeer, PartId, RequestId
@@ -17,6 +18,9 @@ from moonpool.wire.membership import Membership
 from moonpool.wire.messages import Envelope
 
 log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 NODE_SECONDS = 60.0
 REMEMBERED_ENDINGS = 10_000
@@ -66,6 +70,16 @@ async def attach_to_node(
                 f"no node {wanted or 'on this host'} in the cluster within {timeout:g} s: start one first"
             )
         await asyncio.sleep(0.1)
+
+
+async def in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """`asyncio.to_thread`, but a cancellation waits for the thread: it still reads or writes the arena."""
+    running = asyncio.ensure_future(asyncio.to_thread(call, *args, **kwargs))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
 
 
 class Books:
@@ -121,8 +135,12 @@ class WorkerLife:
         assert self._node is not None, "orders come only after the worker has named its node"
         return self._node
 
-    async def run(self, hear: Callable[[Envelope], None]) -> None:
-        """Join, attach to the node, feed messages to `hear` until something breaks or this is cancelled."""
+    async def run(self, hear: Callable[[Envelope], None], quiesce: Callable[[], None]) -> None:
+        """Join, attach to the node, feed messages to `hear` until something breaks or this is cancelled.
+
+        `quiesce` (blocking) ends the worker's threads; only then is the node told that this client has left, because
+        it will give the arena that they read and write to others.
+        """
         loop = asyncio.get_running_loop()
 
         async def listen() -> None:
@@ -150,9 +168,11 @@ class WorkerLife:
             for task in done:
                 task.result()
         finally:
-            for other in (ears, heart, *self._tasks):
-                if other is not None:
-                    other.cancel()
+            ending = [task for task in (ears, heart, *self._tasks) if task is not None]
+            for task in ending:
+                task.cancel()
+            await asyncio.wait(ending)
+            await asyncio.to_thread(quiesce)
             if self._node is not None:
                 self._node.on_lost = None
                 self._node.close()

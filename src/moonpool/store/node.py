@@ -16,7 +16,7 @@ from msgspec import Struct
 from moonpool.core.actions import ReleaseRoom, ReserveRoom, SendSnapshot
 from moonpool.core.events import Registered, Reported, RoomConfirmed, RoomRefused
 from moonpool.core.vocabulary import Capacity, PartKind
-from moonpool.errors import ConfigError, PeerUnavailable, PoolError
+from moonpool.errors import ConfigError, PeerUnavailableError, PoolError
 from moonpool.messenger.server import TcpServer
 from moonpool.messenger.tcp import TcpMessenger
 from moonpool.store.arena import Arena
@@ -198,7 +198,7 @@ class _Node:
             while (message := self.ledger.next_announcement()) is not None:
                 try:
                     await self._link.send(self.membership.conductor, message)
-                except PeerUnavailable as e:
+                except PeerUnavailableError as e:
                     if is_reachable:
                         log.warning("%s not announced, a snapshot follows: %s", type(message).__name__, e)
                     self.ledger.ask_snapshot()

@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from moonpool.core.vocabulary import Incarnation, PartId, Peer
-from moonpool.errors import ConfigError, PeerUnavailable
+from moonpool.errors import ConfigError, PeerUnavailableError
 from moonpool.wire import codec
 from moonpool.wire.messages import Envelope, Message
 from moonpool.wire.security import check_token, secure_client, secure_server
@@ -52,7 +52,7 @@ class Link:
         self.me = Peer(part, Incarnation(secrets.token_hex(8)), address)
 
     async def send(self, to: Peer, body: Message) -> None:
-        """Hand a message to the peer's connection. Raises PeerUnavailable after SEND_SECONDS."""
+        """Hand a message to the peer's connection. Raises PeerUnavailableError after SEND_SECONDS."""
         await self._outbox(to.address).put(self._encode(to, body))
 
     def post(self, to: Peer, body: Message) -> None:
@@ -116,7 +116,7 @@ class _Outbox:
                 async with asyncio.timeout(SEND_SECONDS):
                     await self._socket.send(data)
             except (TimeoutError, zmq.ZMQError):
-                raise PeerUnavailable(f"{self._address} took no message for {SEND_SECONDS:g} s") from None
+                raise PeerUnavailableError(f"{self._address} took no message for {SEND_SECONDS:g} s") from None
 
     def put_later(self, data: bytes, name: str) -> None:
         if not self._waiting and not self._lock.locked():
@@ -133,7 +133,7 @@ class _Outbox:
     async def _put_logged(self, data: bytes, name: str) -> None:
         try:
             await self.put(data)
-        except PeerUnavailable as e:
+        except PeerUnavailableError as e:
             log.warning("%s not delivered: %s", name, e)
 
     def close(self) -> None:

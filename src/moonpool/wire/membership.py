@@ -9,7 +9,7 @@ from collections.abc import Callable
 from moonpool.core.actions import FleetChanged, RegisterAgain
 from moonpool.core.events import Registered, Reported
 from moonpool.core.vocabulary import Incarnation, PartId, Peer
-from moonpool.errors import ConfigError, PeerUnavailable
+from moonpool.errors import ConfigError, PeerUnavailableError
 from moonpool.wire.link import Link
 from moonpool.wire.messages import Counters, Envelope
 
@@ -57,7 +57,7 @@ class Membership:
                 # Not `wait_for`: on Python 3.11 it swallows a cancellation that comes together with the answer.
                 async with asyncio.timeout(min(ANSWER_SECONDS, max(0.1, deadline - loop.time()))):
                     await self._answered.wait()
-            except (PeerUnavailable, TimeoutError):
+            except (PeerUnavailableError, TimeoutError):
                 continue
         if not self._answered.is_set():
             raise ConfigError(
