@@ -29,7 +29,7 @@ check: $(INSTALLED)
 	.venv/bin/lint-imports
 
 bench: $(INSTALLED) model
-	$(PY) -m moonpool.bench $(ARGS)
+	$(PY) -m moonpool.bench.serving $(ARGS)
 
 format: $(INSTALLED)
 	.venv/bin/ruff format .

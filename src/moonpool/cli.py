@@ -1,6 +1,7 @@
 """The command. The only module that names concrete classes: here the parts are put together.
 
 Imports of what is heavy happen inside the commands, so that `moonpool --help` answers at once.
+It is longer than other modules because each part's whole composition stands in one place.
 """
 
 from __future__ import annotations

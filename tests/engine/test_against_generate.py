@@ -94,10 +94,11 @@ def test_epsilon_is_far_above_the_numeric_difference(engine: TorchEngine, refere
 
 
 def test_poisoned_free_pages_change_no_output(engine: TorchEngine, reference: Reference) -> None:
-    """All pages but the two in use are NaN, in a padded decode batch too."""
+    """All pages but the nine in use are NaN; the shorter row of the decode batch is padded, page 0 is not in use."""
     for page in range(engine.page_count):
         engine.poison_page(page)
-    prompts, tables = [prompt_of(3), prompt_of(70)], [[5], [90, 17]]
+    lengths, tables = (240, 300), ([5, 60, 2, 41], [90, 17, 33, 1, 80])
+    prompts = [prompt_of(length) for length in lengths]
     for prompt, pages in zip(prompts, tables, strict=True):
         for page in pages:
             engine.clear(page)
@@ -109,7 +110,7 @@ def test_poisoned_free_pages_change_no_output(engine: TorchEngine, reference: Re
         for prompt, drawn in zip(prompts, engine.step(rows), strict=True):
             assert drawn is not None
             prompt.append(drawn.token)
-    for prompt, length in zip(prompts, (3, 70), strict=True):
+    for prompt, length in zip(prompts, lengths, strict=True):
         reference.check(prompt[:length], prompt[length:])
 
 

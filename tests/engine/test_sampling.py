@@ -85,6 +85,13 @@ def test_limits_that_say_nothing_change_nothing() -> None:
     assert kept(logits, Sampling(seed=0, min_p=1.0)).keys() == {best}
 
 
+def test_ties_are_kept_in_favour_of_the_lower_id() -> None:
+    flat = torch.zeros(10)
+    assert kept(flat, Sampling(seed=0, top_k=3)).keys() == {0, 1, 2}
+    assert kept(flat, Sampling(seed=0, top_p=0.35)).keys() == {0, 1, 2, 3}
+    assert kept(flat, Sampling(seed=0, top_k=5, top_p=0.5)).keys() == {0, 1, 2}
+
+
 def test_top_p_of_a_large_vocabulary_equals_a_full_sort() -> None:
     """The nucleus is found among the heavier tokens only; a plain sort of all must give the same."""
     logits = logits_of(3, 49_152).numpy()
@@ -145,6 +152,11 @@ def test_end_tokens_wait_for_min_tokens_and_can_be_ignored() -> None:
     assert drawn(both, []) == (9, False)
     logits[7] = 0.0
     assert drawn(both, [5]) == (8, True)
+    sampled = Sampling(seed=0, temperature=0.01, min_tokens=1)
+    logits[7] = 20.0
+    assert drawn(sampled, []) == (8, False)
+    assert drawn(sampled, [5]) == (7, True)
+    logits[7] = 0.0
     ignoring = Sampling(seed=0, temperature=0, ignore_eos=True, stop_token_ids=(8,))
     assert drawn(ignoring, []) == (8, True), "the request's own stop tokens are not ignored"
 

@@ -54,10 +54,11 @@ def uniform(seed: int, choice: int, position: int) -> float:
 
 def _one(row: Row, sampling: Sampling, logits: torch.Tensor, best: int, ends: frozenset[int]) -> Draw:
     stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else ends)
-    if _plain(sampling) and position_of(row) >= sampling.min_tokens:
+    barred = stops if position_of(row) < sampling.min_tokens else frozenset()
+    if _plain(sampling) and not barred:
         token = best
     else:
-        token = _sample(row, sampling, logits.cpu().numpy().copy(), stops)
+        token = _sample(row, sampling, logits.cpu().numpy().copy(), barred)
     drawn = Draw(token, is_end=token in stops)
     if sampling.logprobs is not None:
         _add_logprobs(drawn, logits, sampling.logprobs)
@@ -77,9 +78,8 @@ def _penalized(sampling: Sampling) -> bool:
     return sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
 
 
-def _sample(row: Row, sampling: Sampling, logits: Floats, stops: frozenset[int]) -> int:
-    if position_of(row) < sampling.min_tokens:
-        logits[[token for token in stops if 0 <= token < len(logits)]] = -np.inf
+def _sample(row: Row, sampling: Sampling, logits: Floats, barred: frozenset[int]) -> int:
+    logits[[token for token in barred if 0 <= token < len(logits)]] = -np.inf
     if _penalized(sampling):
         _penalize(row, sampling, logits)
     if _greedy(sampling):
