@@ -55,10 +55,7 @@ def uniform(seed: int, choice: int, position: int) -> float:
 def _one(row: Row, sampling: Sampling, logits: torch.Tensor, best: int, ends: frozenset[int]) -> Draw:
     stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else ends)
     barred = stops if position_of(row) < sampling.min_tokens else frozenset()
-    if _plain(sampling) and not barred:
-        token = best
-    else:
-        token = _sample(row, sampling, logits.cpu().numpy().copy(), barred)
+    token = best if _plain(sampling) and not barred else _sample(row, sampling, logits.cpu().numpy().copy(), barred)
     drawn = Draw(token, is_end=token in stops)
     if sampling.logprobs is not None:
         _add_logprobs(drawn, logits, sampling.logprobs)

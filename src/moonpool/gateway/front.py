@@ -97,7 +97,7 @@ class Front:
     def _note(self, scope: Scope, label: str, status: int, seconds: float) -> None:
         path = scope["path"] if scope["path"] in self._paths else "other"
         self._meters.answered(path, status)
-        level = logging.DEBUG if path in _QUIET and status < 500 else logging.INFO
+        level = logging.DEBUG if path in _QUIET else logging.INFO
         shown = path if path != "other" else repr(scope["path"][:128])
         summary = scope.get(SUMMARY, "")
         log.log(level, "request %s: %s %s %d in %.3f s%s", label, scope["method"], shown, status, seconds, summary)
