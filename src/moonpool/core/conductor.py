@@ -271,8 +271,10 @@ def _booked(requests: list[Request]) -> tuple[_Table, _Table, _Table, _Table]:
 
 
 def _is_same(a: ev.Registered, b: ev.Registered) -> bool:
-    """One life of one process; its capacity or addresses may have changed."""
-    return (a.peer.incarnation, a.kind, a.space, a.node) == (b.peer.incarnation, b.kind, b.space, b.node)
+    """One life of one process; its capacity or addresses may have changed, or it has found its node."""
+    if a.node is not None and a.node != b.node:
+        return False
+    return (a.peer.incarnation, a.kind, a.space) == (b.peer.incarnation, b.kind, b.space)
 
 
 def _has_less_to_do(before: ev.Reported, now: ev.Reported) -> bool:

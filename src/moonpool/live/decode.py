@@ -103,7 +103,16 @@ class DecodeWorker:
         self._engine_thread = ThreadPoolExecutor(1, "engine")
 
     async def run(self) -> None:
-        await self._life.run(self._hear, lambda: self._engine_thread.shutdown(cancel_futures=True))
+        await self._life.run(
+            self._hear, self._gateways, self._drop_gateway, lambda: self._engine_thread.shutdown(cancel_futures=True)
+        )
+
+    def _gateways(self) -> set[Peer]:
+        return {job.work.gateway for job in self._jobs.values()}
+
+    def _drop_gateway(self, gateway: Peer) -> None:
+        for job in [j for j in self._jobs.values() if j.work.gateway == gateway]:
+            self._drop(job)
 
     # ---- what the cluster hears of this worker
 

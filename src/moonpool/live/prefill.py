@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from moonpool.core import prefill as core
 from moonpool.core.actions import Cancel
 from moonpool.core.events import Finished, PrefillDone, PrefillFailed, Registered, Reported
-from moonpool.core.vocabulary import Capacity, PartId, PartKind, RequestId
+from moonpool.core.vocabulary import Capacity, PartId, PartKind, Peer, RequestId
 from moonpool.engine.engine import Draw, Engine, Row
 from moonpool.errors import MoonpoolError, PeerUnavailableError
 from moonpool.live.sink import Sink, copy_in
@@ -106,7 +106,14 @@ class PrefillWorker:
         self._store_thread = ThreadPoolExecutor(1, "store")
 
     async def run(self) -> None:
-        await self._life.run(self._hear, self._quiesce)
+        await self._life.run(self._hear, self._gateways, self._drop_gateway, self._quiesce)
+
+    def _gateways(self) -> set[Peer]:
+        return {job.work.gateway for job in self._jobs.values()}
+
+    def _drop_gateway(self, gateway: Peer) -> None:
+        for job in [j for j in self._jobs.values() if j.work.gateway == gateway]:
+            self._drop(job)
 
     def _quiesce(self) -> None:
         for job in self._jobs.values():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from moonpool.core.events import Event, Registered, Reported
-from moonpool.core.vocabulary import NodePeer, PartId, RequestId
+from moonpool.core.vocabulary import NodePeer, PartId, Peer, RequestId
 from moonpool.errors import ConfigError, MoonpoolError, PoolError
 from moonpool.store.client import NodeClient
 from moonpool.wire.link import Link
@@ -24,6 +24,8 @@ T = TypeVar("T")
 
 NODE_SECONDS = 60.0
 REMEMBERED_ENDINGS = 10_000
+WATCH_SECONDS = 1.0
+GATEWAY_SECONDS = 5.0
 
 
 class Endings:
@@ -82,6 +84,18 @@ async def in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
         raise
 
 
+class Absences:
+    """Who has been away for GATEWAY_SECONDS: shorter, and it may only be registering with a new Conductor."""
+
+    def __init__(self) -> None:
+        self._since: dict[Peer, float] = {}
+
+    def over(self, absent: set[Peer], now: float) -> list[Peer]:
+        """Those of `absent` that have been in every call for so long."""
+        self._since = {peer: self._since.get(peer, now) for peer in absent}
+        return [peer for peer, since in self._since.items() if now - since >= GATEWAY_SECONDS]
+
+
 class Books:
     """Counts, while a worker is at rest, how often its state machine's books did not balance (never, one hopes)."""
 
@@ -135,11 +149,19 @@ class WorkerLife:
         assert self._node is not None, "orders come only after the worker has named its node"
         return self._node
 
-    async def run(self, hear: Callable[[Envelope], None], quiesce: Callable[[], None]) -> None:
+    async def run(
+        self,
+        hear: Callable[[Envelope], None],
+        gateways: Callable[[], set[Peer]],
+        drop: Callable[[Peer], None],
+        quiesce: Callable[[], None],
+    ) -> None:
         """Join, attach to the node, feed messages to `hear` until something breaks or this is cancelled.
 
-        `quiesce` (blocking) ends the worker's threads; only then is the node told that this client has left, because
-        it will give the arena that they read and write to others.
+        Of the gateways that requests here came from, those that left the fleet are given to `drop`: nobody reads
+        their tokens, and a Conductor that came up after them does not know whom to cancel. `quiesce` (blocking) ends
+        the worker's threads; only then is the node told that this client has left, because it will give the arena
+        that they read and write to others.
         """
         loop = asyncio.get_running_loop()
 
@@ -149,7 +171,17 @@ class WorkerLife:
                 if not self._membership.heard(envelope):
                     hear(envelope)
 
-        ears = asyncio.create_task(listen())
+        async def watch() -> None:
+            absences = Absences()
+            while True:
+                await asyncio.sleep(WATCH_SECONDS)
+                fleet = self._membership.fleet
+                there = {part.peer for part in fleet.parts} if fleet is not None else set()
+                for gateway in absences.over(gateways() - there, loop.time()):
+                    log.warning("%s (%s) is gone: its requests are dropped", gateway.id, gateway.incarnation)
+                    drop(gateway)
+
+        ears, eyes = asyncio.create_task(listen()), asyncio.create_task(watch())
         heart: asyncio.Task[None] | None = None
         try:
             await self._membership.join()
@@ -164,11 +196,11 @@ class WorkerLife:
             self._membership.register_again()
             heart = asyncio.create_task(self._membership.run())
             log.info("ready on %s", self._here.id)
-            done, _ = await asyncio.wait((ears, heart, self._broken), return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait((ears, eyes, heart, self._broken), return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
-            ending = [task for task in (ears, heart, *self._tasks) if task is not None]
+            ending = [task for task in (ears, eyes, heart, *self._tasks) if task is not None]
             for task in ending:
                 task.cancel()
             await asyncio.wait(ending)
