@@ -280,6 +280,7 @@ def _rules(config: Config) -> ConductorConfig:
 
     return ConductorConfig(
         placement=config.placement.policy,
+        threshold=config.placement.fetch_threshold,
         admission=config.placement.admission,
         slo=_slo(config),
         queue_bound=config.placement.queue_bound,

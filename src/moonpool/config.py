@@ -64,6 +64,10 @@ class PlacementConfig(Struct, frozen=True):
         Literal["random", "load-balance", "cache-aware", "algorithm-1"],
         Meta(description="how prefill and decode instances are chosen"),
     ] = "algorithm-1"
+    fetch_threshold: Annotated[
+        float,
+        Meta(ge=1, le=1e6, description="algorithm-1 fetches a prefix that is this many times longer elsewhere"),
+    ] = 1.0
     admission: Annotated[Literal["none", "early"], Meta(description="when a request is refused at once")] = "early"
     queue_bound: Annotated[
         int, Meta(ge=1, le=1 << 20, description="most requests in the cluster before the next gets 429")

@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 from tests.exactness import Reference
-from tests.live.kit import BLOCK, HANG, audit, complete, counters, output_ids, random_prompt
+from tests.live.kit import HANG, audit, complete, counters, output_ids, random_prompt, total
 
 from moonpool.bench.cluster import RunningCluster, running_cluster
 
@@ -122,13 +122,16 @@ def test_a_prefill_worker_killed_mid_prompt_is_replaced(cluster: RunningCluster,
 
 def test_requests_for_four_times_the_decode_pages_all_finish_exactly(smollm2: Path, reference: Reference) -> None:
     """Each of 16 requests needs a quarter of the pages at its end, so they must take turns."""
-    with running_cluster("--decode-pages", "16", "--prefill-pages", "16", "--max-batch", "8") as small:
-        prompts = [random_prompt(60 + 9 * n, seed=50 + n) for n in range(16)]
+    block, limit = 16, 64
+    options = ("--block-size", str(block), "--decode-pages", "16", "--prefill-pages", "16", "--max-batch", "8")
+    with running_cluster(*options) as small:
+        prompts = [random_prompt(17 + 2 * n, seed=50 + n) for n in range(16)]
         with ThreadPoolExecutor(16) as pool:
-            answers = list(pool.map(lambda p: complete(small, p, 4 * BLOCK - len(p), ignore_eos=True), prompts))
+            answers = list(pool.map(lambda p: complete(small, p, limit - len(p), ignore_eos=True), prompts))
+        assert total(small, "preempted") > 0, "they never ran out of pages"
         ties = sum(reference.check(p, output_ids(a)).ties for p, a in zip(prompts, answers, strict=True))
         tokens = sum(len(output_ids(a)) for a in answers)
-        assert tokens == sum(4 * BLOCK - len(p) for p in prompts)
+        assert tokens == sum(limit - len(p) for p in prompts)
         assert ties <= 0.02 * tokens
         audit(small)
 

@@ -15,8 +15,12 @@ class ConductorConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     placement: PlacementPolicy = "algorithm-1"
     admission: AdmissionPolicy = "early"
-    threshold: float = 1.5
-    """algorithm-1: fetch where the pool's longest run is at least this many times an instance's own; 1 or more."""
+    threshold: float = 1.0
+    """algorithm-1: fetch where the pool's longest run is at least this many times an instance's own; 1 or more.
+
+    The paper gives no value. 1 fetches whatever is longer, so that the next turn of a conversation reuses the whole
+    answer that another node's decode instance has left; where links are slow a higher one recomputes small rests.
+    """
     slo: Slo = Slo()
     """Where a request brings none of its own."""
     queue_bound: int = 256

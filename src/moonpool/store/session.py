@@ -207,6 +207,8 @@ class Session:
         task = self._loop.create_task(self._quietly(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        # A task that is cancelled before its first step never gets to its work.
+        task.add_done_callback(lambda _: work.close())
 
     async def _quietly(self, work: Coroutine[None, None, None]) -> None:
         try:
