@@ -14,12 +14,12 @@ from msgspec import Struct
 from moonpool.core import decode as core
 from moonpool.core.actions import Cancel
 from moonpool.core.blocks import extend_keys
-from moonpool.core.events import DecodeJoined, DecodeRefused, DecodeStepped, Finished, Preempted, Registered, Reported
-from moonpool.core.vocabulary import Capacity, PartId, PartKind, Peer, RequestId
+from moonpool.core.events import DecodeJoined, DecodeRefused, DecodeStepped, Finished, Preempted, Reported
+from moonpool.core.vocabulary import PartId, PartKind, Peer, RequestId
 from moonpool.engine.engine import Draw, Engine, Row
 from moonpool.errors import MoonpoolError
 from moonpool.live.sink import copy_in_room, keep
-from moonpool.live.worker import Books, Endings, WorkerLife, in_thread
+from moonpool.live.worker import Books, Endings, WorkerLife, describe, in_thread
 from moonpool.store.pending import awaited
 from moonpool.store.views import RoomContents
 from moonpool.wire.link import Link
@@ -92,7 +92,8 @@ class DecodeWorker:
             slots=config.max_batch,
             queue_bound=config.queue_bound,
         )
-        self._life = WorkerLife(link, conductor, config.node, self._describe, self._report, self._counters)
+        me = describe(link, PartKind.DECODE, engine, config.max_batch, config.served_model)
+        self._life = WorkerLife(link, conductor, config.node, me, self._report, self._counters)
         self._jobs: dict[RequestId, _Job] = {}
         self._books = Books(self._instance.check_integrity)
         self._ended = Endings()
@@ -115,21 +116,6 @@ class DecodeWorker:
             self._drop(job)
 
     # ---- what the cluster hears of this worker
-
-    def _describe(self, node: PartId | None) -> Registered:
-        return Registered(
-            kind=PartKind.DECODE,
-            peer=self._life.link.me,
-            capacity=Capacity(
-                pages=self._engine.page_count,
-                slots=self._config.max_batch,
-                context_tokens=self._engine.context_tokens,
-            ),
-            space=self._engine.space,
-            last_layer=self._engine.space.runs,
-            node=node,
-            model=self._config.served_model,
-        )
 
     def _report(self) -> Reported:
         return Reported(

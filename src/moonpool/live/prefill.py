@@ -13,12 +13,12 @@ from msgspec.structs import replace
 
 from moonpool.core import prefill as core
 from moonpool.core.actions import Cancel
-from moonpool.core.events import Finished, PrefillDone, PrefillFailed, Registered, Reported
-from moonpool.core.vocabulary import Capacity, PartId, PartKind, Peer, RequestId
+from moonpool.core.events import Finished, PrefillDone, PrefillFailed, Reported
+from moonpool.core.vocabulary import PartId, PartKind, Peer, RequestId
 from moonpool.engine.engine import Draw, Engine, Row
 from moonpool.errors import MoonpoolError, PeerUnavailableError
 from moonpool.live.sink import Sink, copy_in
-from moonpool.live.worker import Books, Endings, WorkerLife, in_thread
+from moonpool.live.worker import Books, Endings, WorkerLife, describe, in_thread
 from moonpool.messenger.tcp import TcpMessenger
 from moonpool.store.pending import awaited
 from moonpool.wire.link import Link
@@ -96,7 +96,8 @@ class PrefillWorker:
             chunk_tokens=config.chunk_tokens,
             queue_bound=config.queue_bound,
         )
-        self._life = WorkerLife(link, conductor, config.node, self._describe, self._report, self._counters)
+        me = describe(link, PartKind.PREFILL, engine, config.queue_bound, config.served_model)
+        self._life = WorkerLife(link, conductor, config.node, me, self._report, self._counters)
         self._messenger = TcpMessenger(config.token)
         self._jobs: dict[tuple[RequestId, int], _Job] = {}
         self._books = Books(self._instance.check_integrity)
@@ -123,21 +124,6 @@ class PrefillWorker:
         self._messenger.close()
 
     # ---- what the cluster hears of this worker
-
-    def _describe(self, node: PartId | None) -> Registered:
-        return Registered(
-            kind=PartKind.PREFILL,
-            peer=self._life.link.me,
-            capacity=Capacity(
-                pages=self._engine.page_count,
-                slots=self._config.queue_bound,
-                context_tokens=self._engine.context_tokens,
-            ),
-            space=self._engine.space,
-            last_layer=self._engine.space.runs,
-            node=node,
-            model=self._config.served_model,
-        )
 
     def _report(self) -> Reported:
         return Reported(

@@ -9,8 +9,11 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from msgspec.structs import replace
+
 from moonpool.core.events import Event, Registered, Reported
-from moonpool.core.vocabulary import NodePeer, PartId, Peer, RequestId
+from moonpool.core.vocabulary import Capacity, NodePeer, PartId, PartKind, Peer, RequestId
+from moonpool.engine.engine import Engine
 from moonpool.errors import ConfigError, MoonpoolError, PoolError
 from moonpool.store.client import NodeClient
 from moonpool.wire.link import Link
@@ -113,6 +116,14 @@ class Books:
         return self.failures
 
 
+def describe(link: Link, kind: PartKind, engine: Engine, slots: int, model: str) -> Registered:
+    """What a worker says of itself; its node is named once it has found it."""
+    capacity = Capacity(pages=engine.page_count, slots=slots, context_tokens=engine.context_tokens)
+    return Registered(
+        kind, link.me, capacity, space=engine.space, first_layer=0, last_layer=engine.space.runs, model=model
+    )
+
+
 def _is_here(node: NodePeer) -> bool:
     return Path(node.socket_path).exists()
 
@@ -125,19 +136,18 @@ class WorkerLife:
         link: Link,
         conductor: str,
         wanted_node: PartId | None,
-        describe: Callable[[PartId | None], Registered],
+        describe: Registered,
         report: Callable[[], Reported],
         counters: Callable[[], dict[str, float]],
     ) -> None:
         self.link = link
         self._wanted_node = wanted_node
+        self._description = describe
         self._here: NodePeer | None = None
         self._node: NodeClient | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._membership = Membership(
-            link, conductor, lambda: describe(self._here.id if self._here is not None else None), report, counters
-        )
+        self._membership = Membership(link, conductor, lambda: self._description, report, counters)
 
     @property
     def here(self) -> NodePeer:
@@ -193,6 +203,7 @@ class WorkerLife:
                 )
 
             self._node.on_lost = node_lost
+            self._description = replace(self._description, node=self._here.id)
             self._membership.register_again()
             heart = asyncio.create_task(self._membership.run())
             log.info("ready on %s", self._here.id)
