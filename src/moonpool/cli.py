@@ -7,6 +7,7 @@ It is longer than other modules because each part's whole composition stands in 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -212,6 +213,7 @@ def _conductor_alone(config: Config, token: str | None, part: PartId) -> Work:
 
 
 def _node(config: Config, token: str | None, part: PartId) -> Work:
+    from moonpool.live.process import LIFE_FD
     from moonpool.live.rundir import create_run_directory
     from moonpool.store.node import NodeConfig, run_node
 
@@ -226,6 +228,9 @@ def _node(config: Config, token: str | None, part: PartId) -> Work:
                 data_host=config.part.bind,
                 data_port=config.part.data_port,
                 token=token,
+                lease_seconds=config.pool.lease_limit,
+                client_quota=config.pool.client_quota,
+                life_fd=int(life) if (life := os.environ.get(LIFE_FD)) else None,
             )
             with _open(part, config, token, config.part.control_port) as link:
                 await run_node(link, address, settings)

@@ -39,6 +39,13 @@ class FleetConfig(Struct, frozen=True):
 class PoolConfig(Struct, frozen=True):
     block_size: Annotated[int, Meta(ge=1, le=4096, description="tokens in a KVCache block")] = 64
     dram_per_node: Annotated[Bytes, Meta(description="size of each node's arena of KVCache blocks")] = 1 << 30
+    lease_limit: Annotated[
+        Seconds, Meta(description="longest that a worker may hold blocks of its node before it is killed as stuck")
+    ] = 120.0
+    client_quota: Annotated[
+        Bytes | None,
+        Meta(description="most bytes that a client not started by `serve` holds of a node (default: half of it)"),
+    ] = None
     prefill_pages: Annotated[int, Meta(ge=2, le=1 << 20, description="KV pages in each prefill worker")] = 136
     decode_pages: Annotated[int, Meta(ge=2, le=1 << 20, description="KV pages in each decode worker")] = 136
 

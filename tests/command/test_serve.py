@@ -75,6 +75,12 @@ def answer(url: str, prompt: str = "Hello") -> str:
         return str(json.load(response)["choices"][0]["text"])
 
 
+def supervised(cluster: RunningCluster) -> dict[str, float]:
+    """How many clients of each node it knows as workers of its own supervisor."""
+    counters: dict[str, dict[str, float]] = cluster.describe()["counters"]  # type: ignore[assignment]
+    return {part: values.get("supervised_clients", 0.0) for part, values in counters.items() if part.startswith("node")}
+
+
 def left(runtime: Path) -> list[Path]:
     return [path for path in runtime.rglob("*") if path.is_dir() and path.parent == runtime / "moonpool"]
 
@@ -84,6 +90,7 @@ def test_it_stops_in_time_and_leaves_nothing(start_cluster: Start, runtime: Path
     running = parts(cluster)
     assert sorted(running) == ["decode-0", "decode-1", "gateway-0", "node-0", "node-1", "prefill-0", "prefill-1"]
     assert answer(cluster.url)
+    until(lambda: supervised(cluster) == {"node-0": 2.0, "node-1": 2.0})
     assert len(left(runtime)) == 1
     began = time.monotonic()
     cluster.process.send_signal(signal.SIGINT)

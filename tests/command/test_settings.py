@@ -118,3 +118,9 @@ def test_any_text_as_a_value_is_taken_or_refused_in_one_line(text: str) -> None:
         else:
             refusal = ""
         assert "\n" not in refusal
+
+
+def test_limits_of_a_nodes_clients_are_keys(tmp_path: Path) -> None:
+    config = read_config(written(tmp_path, "lease-limit: 2m\nclient-quota: 64MiB\n"), {})
+    assert (config.pool.lease_limit, config.pool.client_quota) == (120.0, 64 << 20)
+    assert Config().pool.client_quota is None

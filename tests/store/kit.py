@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from moonpool.core.actions import FleetChanged, ReleaseRoom, ReserveRoom
@@ -70,6 +72,28 @@ def eventually(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.005)
 
 
+class ClientProcess:
+    """A client in a process of its own that holds something until it is killed; see `client_process.py`."""
+
+    def __init__(self, node: NodePeer, role: str, keys: Sequence[BlockKey] = (), pass_fds: Sequence[int] = ()) -> None:
+        script = str(Path(__file__).with_name("client_process.py"))
+        arguments = [sys.executable, script, node.socket_path, role, *(key.hex() for key in keys)]
+        self.process = subprocess.Popen(
+            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=tuple(pass_fds)
+        )
+        assert self.process.stdout is not None
+        self.answer = self.process.stdout.readline().decode().strip()
+        assert self.answer
+
+    def stop(self) -> None:
+        """It stands still and lives."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=SECONDS)
+
+
 class Conductor:
     """Answers registrations, keeps what it hears, and hosts nodes on its event loop."""
 
@@ -86,9 +110,9 @@ class Conductor:
         self.link = self._on_loop(self._open_link(PartId("conductor")))
         self._on_loop(self._start(self._receive()))
 
-    def start_node(self, name: str, dram_bytes: int = 64 * BLOCK) -> NodePeer:
+    def start_node(self, name: str, dram_bytes: int = 64 * BLOCK, **settings: Any) -> NodePeer:
         link = self._on_loop(self._open_link(PartId(name)))
-        config = NodeConfig(dram_bytes, str(self.run_dir), "127.0.0.1", token=self.token)
+        config = self._config(dram_bytes, settings)
 
         async def serve() -> None:
             try:
@@ -101,16 +125,26 @@ class Conductor:
 
     @contextlib.contextmanager
     def process_node(
-        self, name: str, dram_bytes: int = 64 * BLOCK
+        self, name: str, dram_bytes: int = 64 * BLOCK, **settings: Any
     ) -> Iterator[tuple[NodePeer, subprocess.Popen[bytes]]]:
         command = [sys.executable, str(Path(__file__).with_name("node_process.py"))]
-        arguments = [name, self.link.me.address, str(self.run_dir), str(dram_bytes), self.token or ""]
-        process = subprocess.Popen([*command, *arguments])
+        config = self._config(dram_bytes, settings)
+        life = [] if config.life_fd is None else [config.life_fd]
+        with self._changed:
+            self.nodes.pop(PartId(name), None)
+        process = subprocess.Popen(
+            [*command, name, self.link.me.address, msgspec.json.encode(config).decode()], pass_fds=life
+        )
         try:
             yield self.registered(name), process
         finally:
             process.kill()
             process.wait(SECONDS)
+
+    def _config(self, dram_bytes: int, settings: dict[str, Any]) -> NodeConfig:
+        # Clients of tests may hold all of it, unless a test says otherwise.
+        settings = {"client_quota": dram_bytes} | settings
+        return NodeConfig(dram_bytes, str(self.run_dir), "127.0.0.1", token=self.token, **settings)
 
     def registered(self, name: str) -> NodePeer:
         with self._changed:

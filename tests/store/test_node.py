@@ -7,8 +7,6 @@ import os
 import signal
 import socket
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +26,7 @@ from .kit import (
     BLOCK,
     SECONDS,
     SPACE,
+    ClientProcess,
     Conductor,
     bytes_of,
     eventually,
@@ -207,41 +206,6 @@ def test_the_directory_hears_everything_in_order(conductor: Conductor, node: Nod
     assert len(known) == client.stats().result(SECONDS)["blocks"] <= 64
 
 
-CLIENT = """
-import sys
-from moonpool.store.client import NodeClient, awaited
-from moonpool.core.vocabulary import KeySpace, KeySpaceId
-path, role, *keys = sys.argv[1:]
-space = KeySpace(KeySpaceId("aa" * 16), 16, 4, 4096)
-client = NodeClient.connect(path, name=role, incarnation="1")
-keys = [bytes.fromhex(key) for key in keys]
-if role == "writer":
-    held = client.join_room("r-1", 1).result(10)
-    held.view(0)[:] = 1
-    client.complete(held, [(0, 0, 1)], [1])
-elif role == "reader":
-    held = client.lease(space, keys).result(10)
-    assert held.count == len(keys)
-elif role == "cacher":
-    held = client.open_room(space, keys).result(10)
-client.stats().result(10)
-print("ready", flush=True)
-sys.stdin.read()
-"""
-
-
-class ClientProcess:
-    def __init__(self, node: NodePeer, role: str, keys: list[BlockKey]) -> None:
-        arguments = [sys.executable, "-c", CLIENT, node.socket_path, role, *(key.hex() for key in keys)]
-        self.process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == b"ready\n"
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate(timeout=SECONDS)
-
-
 def test_a_killed_writer_wakes_the_waiter_with_a_miss(conductor: Conductor, node: NodePeer, join: Join) -> None:
     decode = join(node)
     keys = keys_of("p", 2)
@@ -363,9 +327,8 @@ def test_the_client_hears_of_a_killed_node(conductor: Conductor, run_dir: Path) 
             assert np.array_equal(lease.views[0], bytes_of(keys_of("a", 1)[0]))  # the memory outlives the node
             lease.release()
     # A node of the same id takes the place that the dead one left.
-    with conductor.process_node("node-9") as (peer, process):
-        eventually(lambda: conductor.nodes[peer.id].incarnation != peer.incarnation, "it is another incarnation")
-        again = conductor.nodes[peer.id]
+    with conductor.process_node("node-9") as (again, process):
+        assert again.incarnation != peer.incarnation
         with NodeClient.connect(again.socket_path, name="c", incarnation="1") as client:
             assert client.stats().result(SECONDS)["blocks"] == 0
         process.send_signal(signal.SIGINT)

@@ -17,7 +17,8 @@ from moonpool.core.vocabulary import BLOCK_KEY_BYTES, BlockKey, Incarnation, Key
 from moonpool.errors import PoolError
 from moonpool.store.announcements import Announcements
 from moonpool.store.blocks import Block, Blocks
-from moonpool.store.extents import Extents
+from moonpool.store.extents import Extents, page_aligned
+from moonpool.store.overdue import Holding, Kind
 from moonpool.store.rooms import ClientId, Room, RoomId, Waiter, finish_runs, free_room, open_room
 
 LeaseId = NewType("LeaseId", int)
@@ -60,6 +61,7 @@ class Ledger:
         self._rooms: dict[RoomId, Room] = {}
         self._reserved: dict[tuple[RequestId, int], Room] = {}
         self._leases: dict[LeaseId, Lease] = {}
+        self._quotas: dict[ClientId, int] = {}
         self._last_id = 0
         self._claims = 0
         self._counts = dict.fromkeys(
@@ -70,6 +72,7 @@ class Ledger:
         """The longest leading run of readable blocks; they stay where they are until the lease ends."""
         with self._lock:
             self._check(space, keys)
+            self._check_quota(client, space, keys)
             lease = self._lease(client, space.id, keys)
             self._counts["lookups"] += 1
             self._counts["hit_blocks"] += len(lease.blocks)
@@ -88,6 +91,11 @@ class Ledger:
             if held is None or held.client != client:
                 raise PoolError(f"no lease {lease} to release")
             self._end_lease(held)
+
+    def limit(self, client: ClientId, nbytes: int) -> None:
+        """This client, which nobody may kill, holds at most so many bytes in leases and caching rooms of its own."""
+        with self._lock:
+            self._quotas[client] = nbytes
 
     def leading(self, space: KeySpace, keys: Sequence[BlockKey]) -> int:
         """How many leading blocks are readable now."""
@@ -135,7 +143,9 @@ class Ledger:
         """A caching room: as many leading keys as there is room for, perhaps none."""
         with self._lock:
             self._check(space, keys, tail_tokens)
-            room = self._open(space, keys, tail_tokens, whole=False)
+            quota = self._quotas.get(client)
+            budget = None if quota is None else quota - self._held(client)
+            room = self._open(space, keys, tail_tokens, whole=False, budget=budget)
             assert room is not None, "a best-effort room opens even when it is empty"
             room.writers.add(client)
             return room
@@ -200,6 +210,7 @@ class Ledger:
     def leave_all(self, client: ClientId) -> None:
         """The client is dead: its leases end, its unfinished rooms too."""
         with self._lock:
+            self._quotas.pop(client, None)
             for lease in [lease for lease in self._leases.values() if lease.client == client]:
                 self._end_lease(lease)
             for room in list(self._rooms.values()):
@@ -220,6 +231,16 @@ class Ledger:
             for room in late:
                 self._end(room)
             return len(late)
+
+    def holdings(self) -> list[Holding]:
+        """What clients hold now."""
+        with self._lock:
+            held = [Holding(Kind.LEASE, lease.id, (lease.client,)) for lease in self._leases.values()]
+            for room in self._rooms.values():
+                kind = Kind.CACHING_ROOM if room.reserved is None else Kind.HAND_OVER_ROOM
+                expires = None if room.reserved is None else room.expires
+                held.append(Holding(kind, room.id, tuple(sorted(room.writers | room.readers)), expires))
+            return held
 
     def claim(self, request: RequestId, attempt: int, index: int, first: int, count: int, nbytes: int) -> Claim | None:
         """The right to write runs of a hand-over room; None while another transfer writes one. Raises PoolError."""
@@ -337,6 +358,23 @@ class Ledger:
         if not 0 <= tail_tokens < space.block_tokens:
             raise PoolError(f"a tail has 0 to {space.block_tokens - 1} tokens, not {tail_tokens}")
 
+    def _check_quota(self, client: ClientId, space: KeySpace, keys: Sequence[BlockKey]) -> None:
+        quota = self._quotas.get(client)
+        if quota is None:
+            return
+        wanted = sum(page_aligned(block.nbytes) for block in self._blocks.leading(space.id, keys))
+        if (held := self._held(client)) + wanted > quota:
+            raise PoolError(
+                f"a lease of {wanted} bytes on top of {held} bytes held: at most {quota} are for a client that this "
+                "node's supervisor did not start; release some, or give the node a larger --client-quota"
+            )
+
+    def _held(self, client: ClientId) -> int:
+        """Bytes in leases and caching rooms of this client; a hand-over room was granted by the Conductor."""
+        leased = (lease.blocks for lease in self._leases.values() if lease.client == client)
+        cached = (room.blocks for room in self._rooms.values() if room.reserved is None and client in room.writers)
+        return sum(page_aligned(block.nbytes) for blocks in (*leased, *cached) for block in blocks if block is not None)
+
     def _next_id(self) -> int:
         self._last_id += 1
         return self._last_id
@@ -352,8 +390,10 @@ class Ledger:
         del self._leases[lease.id]
         self._blocks.lru.unpin([block.name for block in lease.blocks])
 
-    def _open(self, space: KeySpace, keys: Sequence[BlockKey], tail_tokens: int, whole: bool) -> Room | None:
-        room = open_room(self._blocks, RoomId(self._next_id()), space, keys, tail_tokens, whole)
+    def _open(
+        self, space: KeySpace, keys: Sequence[BlockKey], tail_tokens: int, whole: bool, budget: int | None = None
+    ) -> Room | None:
+        room = open_room(self._blocks, RoomId(self._next_id()), space, keys, tail_tokens, whole, budget)
         if room is not None:
             self._rooms[room.id] = room
             self._counts["rooms_opened"] += 1

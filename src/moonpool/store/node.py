@@ -25,7 +25,7 @@ from moonpool.store.fetch import Fetcher
 from moonpool.store.ledger import Ledger
 from moonpool.store.messages import Welcome
 from moonpool.store.rooms import ClientId, RoomId
-from moonpool.store.server import LocalServer, listen
+from moonpool.store.server import HoldingRules, LocalServer, listen
 from moonpool.wire.link import Link
 from moonpool.wire.membership import Membership
 from moonpool.wire.messages import Envelope, Message
@@ -33,7 +33,7 @@ from moonpool.wire.messages import Envelope, Message
 log = logging.getLogger(__name__)
 
 EXPIRY_SECONDS = 0.5
-"""How often rooms are looked through for those whose time is over."""
+"""How often rooms and leases are looked through for those whose time is over."""
 
 
 class NodeConfig(Struct, frozen=True):
@@ -46,6 +46,14 @@ class NodeConfig(Struct, frozen=True):
     token: str | None = None
     connections: int = 2
     """Most tcp connections to one other node."""
+    lease_seconds: float = 120.0
+    """The most that a worker of our supervisor may hold a lease; then it is killed."""
+    grace: float = 10.0
+    """Seconds from a request's deadline until a worker that still holds its room is killed."""
+    client_quota: int | None = None
+    """Bytes of leases and caching rooms for any other client; None: half the arena."""
+    life_fd: int | None = None
+    """The pipe from this node's supervisor; None: the node was started by hand and kills nobody."""
 
 
 async def run_node(link: Link, conductor: str, config: NodeConfig) -> None:
@@ -65,7 +73,9 @@ async def run_node(link: Link, conductor: str, config: NodeConfig) -> None:
         fetcher = Fetcher(arena, node.ledger, messenger, data.address)
         welcome = Welcome(link.me.id, link.me.incarnation, arena.size)
         node.data = data
-        node.clients = LocalServer(listener, welcome, arena, node.ledger, fetcher, node.counters)
+        quota = arena.size // 2 if config.client_quota is None else config.client_quota
+        rules = HoldingRules(config.lease_seconds, config.grace, quota, config.life_fd)
+        node.clients = LocalServer(listener, welcome, arena, node.ledger, fetcher, node.counters, rules)
         describe = Registered(
             PartKind.NODE,
             link.me,
@@ -142,13 +152,13 @@ class _Node:
         served, moved = self.data.counters(), self._messenger.counters()
         sums = {
             "dram_bytes": float(self._arena.size),
-            "clients": float(self.clients.clients),
             "bytes_in": served["bytes_in"] + moved["bytes_received"],
             "bytes_out": served["bytes_out"] + moved["bytes_sent"],
             "checksum_failures": served["checksum_failures"] + moved["checksum_failures"],
         }
         return (
             self.ledger.counters()
+            | self.clients.counters()
             | {f"tcp_{k}": v for k, v in served.items()}
             | {f"messenger_{k}": v for k, v in moved.items()}
             | sums
@@ -211,6 +221,7 @@ class _Node:
             await asyncio.sleep(EXPIRY_SECONDS)
             if expired := self.ledger.expire(time.monotonic()):
                 log.warning("%d rooms ended: their time was over and nobody had taken them", expired)
+            self.clients.end_overdue()
 
     def _on_pending(self) -> None:
         self._on_loop(self._pending.set)

@@ -63,27 +63,39 @@ class Room:
 
 
 def open_room(
-    blocks: Blocks, number: RoomId, space: KeySpace, keys: Sequence[BlockKey], tail_tokens: int, whole: bool
+    blocks: Blocks,
+    number: RoomId,
+    space: KeySpace,
+    keys: Sequence[BlockKey],
+    tail_tokens: int,
+    whole: bool,
+    budget: int | None = None,
 ) -> Room | None:
-    """Pin what is readable, take space for the rest. `whole`: all of it or None; else as many leading keys as fit."""
+    """Pin what is readable, take space for the rest. `whole`: all of it or None; else as many leading keys as fit.
+
+    `budget`: the most bytes that the room of a client with a quota holds, readable blocks included.
+    """
+    affordable = len(keys) if budget is None else max(0, budget) // page_aligned(space.block_bytes)
+    if budget is not None:
+        tail_tokens = 0
     room = Room(number, space, [None] * len(keys), (), None, tail_tokens)
     missing = []
     for index, key in enumerate(keys):
         present = blocks.resident.get((space.id, key))
-        if present is None:
+        if present is None or index >= affordable:
             missing.append(index)
         else:
             blocks.lru.pin([present.name])
             room.blocks[index] = present
     room.lacking = tuple(missing)
-    if not _take(blocks, room, keys, whole):
+    if not _take(blocks, room, keys, whole, affordable):
         free_room(blocks, room)
         return None
     room.unfinished = len(room.own())
     return room
 
 
-def _take(blocks: Blocks, room: Room, keys: Sequence[BlockKey], whole: bool) -> bool:
+def _take(blocks: Blocks, room: Room, keys: Sequence[BlockKey], whole: bool, affordable: int) -> bool:
     if whole and not blocks.could_hold(bytes_lacking(room)):
         return False
     # The tail first: a hand-over needs it in any case, and it is small.
@@ -92,6 +104,8 @@ def _take(blocks: Blocks, room: Room, keys: Sequence[BlockKey], whole: bool) -> 
         if room.tail is None and whole:
             return False
     for index in room.lacking:
+        if index >= affordable:
+            break
         parent = keys[index - 1] if index else None
         block = blocks.allocate(room.space, keys[index], parent, room.space.run_bytes)
         if block is None:

@@ -6,16 +6,20 @@ import asyncio
 import logging
 import os
 import socket
-import struct
+import time
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
+from msgspec import Struct
+
 from moonpool.errors import ConfigError
 from moonpool.store.arena import Arena
 from moonpool.store.fetch import Fetcher
+from moonpool.store.holder import Holder, credentials
 from moonpool.store.ledger import Ledger
 from moonpool.store.messages import Welcome
+from moonpool.store.overdue import Overdue
 from moonpool.store.rooms import ClientId, RoomId
 from moonpool.store.session import Session
 
@@ -23,7 +27,6 @@ log = logging.getLogger(__name__)
 
 LONGEST_PATH = 107
 MAX_CLIENTS = 1024
-_CREDENTIALS = struct.Struct("3i")
 
 
 def listen(path: Path) -> socket.socket:
@@ -47,6 +50,18 @@ def listen(path: Path) -> socket.socket:
     return listener
 
 
+class HoldingRules(Struct, frozen=True):
+    """How long, and how much, clients may hold of the arena."""
+
+    lease_seconds: float
+    grace: float
+    """Seconds after a request's deadline."""
+    quota: int
+    """Bytes, for each client that the supervisor did not start."""
+    life_fd: int | None
+    """The supervisor's pipe, by which its other children are known."""
+
+
 class LocalServer:
     def __init__(
         self,
@@ -56,6 +71,7 @@ class LocalServer:
         ledger: Ledger,
         fetcher: Fetcher,
         measure: Callable[[], dict[str, float]],
+        rules: HoldingRules,
     ) -> None:
         self._listener = listener
         self._welcome = welcome
@@ -63,12 +79,38 @@ class LocalServer:
         self._ledger = ledger
         self._fetcher = fetcher
         self._measure = measure
+        self._rules = rules
+        self._overdue = Overdue(rules.lease_seconds, rules.grace)
         self._numbers = count(1)
         self._sessions: dict[ClientId, Session] = {}
 
-    @property
-    def clients(self) -> int:
-        return len(self._sessions)
+        self._killed = 0
+
+    def counters(self) -> dict[str, float]:
+        """Clients now (and those of them that may be killed), clients killed since the start."""
+        supervised = sum(session.holder.is_supervised for session in self._sessions.values())
+        return {
+            "clients": float(len(self._sessions)),
+            "supervised_clients": float(supervised),
+            "killed_holders": float(self._killed),
+        }
+
+    def end_overdue(self) -> None:
+        """Kill the supervised clients that hold something beyond its time; what they held is free when they are dead.
+
+        Called on the loop's thread, again and again. A client that nobody supervises keeps what it has.
+        """
+        heard = {client: session.heard for client, session in self._sessions.items() if session.holder.is_supervised}
+        for client, what in self._overdue.look(self._ledger.holdings(), heard, time.monotonic()).items():
+            session = self._sessions[client]
+            if not session.holder.killed:
+                log.error(
+                    "%s (process %d) is killed: it holds %s beyond its time", session.name, session.holder.process, what
+                )
+                session.holder.kill()
+                self._killed += 1
+            elif session.holder.is_dead:
+                session.end()
 
     def room_ended(self, client: ClientId, room: RoomId) -> None:
         """Tell a writer that its room is gone. Called on the loop's thread."""
@@ -93,8 +135,7 @@ class LocalServer:
                     sock.close()
 
     def _may_join(self, sock: socket.socket) -> bool:
-        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        process, user, _ = _CREDENTIALS.unpack(credentials)
+        process, user = credentials(sock)
         if user != os.geteuid():
             log.warning("process %d of user %d refused: this node serves user %d only", process, user, os.geteuid())
             return False
@@ -105,7 +146,10 @@ class LocalServer:
 
     async def _serve(self, sock: socket.socket) -> None:
         client = ClientId(next(self._numbers))
-        session = Session(sock, client, self._welcome, self._arena, self._ledger, self._fetcher, self._measure)
+        holder = Holder(sock, self._rules.life_fd)
+        if not holder.is_supervised:
+            self._ledger.limit(client, self._rules.quota)
+        session = Session(sock, client, holder, self._welcome, self._arena, self._ledger, self._fetcher, self._measure)
         self._sessions[client] = session
         try:
             await session.run()
@@ -113,4 +157,5 @@ class LocalServer:
             # One client's trouble must not end the others.
             log.exception("client %d disconnected", client)
         finally:
+            holder.close()
             del self._sessions[client]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
+import time
 from collections.abc import Callable, Coroutine
 
 from moonpool.errors import PoolError
 from moonpool.store.arena import Arena
 from moonpool.store.fetch import Fetcher
+from moonpool.store.holder import Holder
 from moonpool.store.ledger import LeaseId, Ledger
 from moonpool.store.messages import (
     PROTOCOL,
@@ -56,6 +59,7 @@ class Session:
         self,
         sock: socket.socket,
         client: ClientId,
+        holder: Holder,
         welcome: Welcome,
         arena: Arena,
         ledger: Ledger,
@@ -74,7 +78,10 @@ class Session:
         self._sending = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._frames = call_frames()
-        self._name = f"client {client}"
+        self.name = f"client {client}"
+        self.holder = holder
+        self.heard = time.monotonic()
+        """When the client last said something."""
         self._is_greeted = False
 
     async def run(self) -> None:
@@ -82,16 +89,21 @@ class Session:
             try:
                 await self._talk()
             except PoolError as e:
-                log.warning("%s disconnected: %s", self._name, e)
+                log.warning("%s disconnected: %s", self.name, e)
                 if self._is_greeted:
                     await self._await_end()
             except OSError as e:
-                log.info("%s is gone: %s", self._name, e)
+                log.info("%s is gone: %s", self.name, e)
         finally:
             for task in list(self._tasks):
                 task.cancel()
             self._socket.close()
             self._ledger.leave_all(self._client)
+
+    def end(self) -> None:
+        """The client's process is dead, though something keeps its socket open."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def room_ended(self, room: RoomId) -> None:
         """Called on the loop's thread."""
@@ -106,11 +118,12 @@ class Session:
         for call in early:
             await self._handle(call)
         while data := await self._loop.sock_recv(self._socket, RECEIVE_BYTES):
+            self.heard = time.monotonic()
             for call in self._frames.feed(data):
                 await self._handle(call)
         if not self._frames.is_between_frames:
             raise PoolError("it closed the connection in the middle of a frame")
-        log.info("%s left", self._name)
+        log.info("%s left", self.name)
 
     async def _greet(self) -> list[Call]:
         """Exchange Hello and Welcome; returns calls that came right behind."""
@@ -125,11 +138,11 @@ class Session:
             raise PoolError(f"{type(hello).__name__} came before Hello")
         if hello.protocol != PROTOCOL:
             raise PoolError(f"it speaks version {hello.protocol} of the node's protocol, this node {PROTOCOL}")
-        self._name = f"client {hello.name} ({hello.incarnation})"
+        self.name = f"client {hello.name} ({hello.incarnation})"
         # A fresh socket takes this much without waiting; sendmsg is the one call that passes descriptors.
         socket.send_fds(self._socket, [frame(self._welcome)], [self._arena.fd])
         self._is_greeted = True
-        log.info("%s joined", self._name)
+        log.info("%s joined", self.name)
         return calls[1:]
 
     async def _await_end(self) -> None:
@@ -214,9 +227,9 @@ class Session:
         try:
             await work
         except OSError as e:
-            log.debug("%s took no answer: %s", self._name, e)
+            log.debug("%s took no answer: %s", self.name, e)
         except Exception:
-            log.exception("a call of %s failed", self._name)
+            log.exception("a call of %s failed", self.name)
 
     async def _send(self, answer: Answer) -> None:
         data = frame(answer)
