@@ -228,6 +228,8 @@ def _node(config: Config, token: str | None, part: PartId) -> Work:
                 data_host=config.part.bind,
                 data_port=config.part.data_port,
                 token=token,
+                ssd_bytes=config.pool.ssd_per_node,
+                ssd_dirs=_ssd_directories(config),
                 lease_seconds=config.pool.lease_limit,
                 client_quota=config.pool.client_quota,
                 life_fd=int(life) if (life := os.environ.get(LIFE_FD)) else None,
@@ -322,6 +324,13 @@ def _conductor(config: Config) -> str:
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ConfigError(f"--conductor {given}: must be HOST:PORT, such as 127.0.0.1:9000")
     return f"tcp://{host}:{port}"
+
+
+def _ssd_directories(config: Config) -> tuple[str, ...]:
+    from moonpool.engine.model import home
+
+    given = tuple(name.strip() for name in (config.pool.ssd_dir or "").split(",") if name.strip())
+    return given or (str(home() / "ssd"),)
 
 
 def _its_node(config: Config) -> PartId | None:

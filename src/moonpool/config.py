@@ -39,6 +39,13 @@ class FleetConfig(Struct, frozen=True):
 class PoolConfig(Struct, frozen=True):
     block_size: Annotated[int, Meta(ge=1, le=4096, description="tokens in a KVCache block")] = 64
     dram_per_node: Annotated[Bytes, Meta(description="size of each node's arena of KVCache blocks")] = 1 << 30
+    ssd_per_node: Annotated[
+        int, Meta(ge=0, le=1 << 50, extra=BYTES, description="size of each node's SSD tier below DRAM (0: none)")
+    ] = 0
+    ssd_dir: Annotated[
+        str | None,
+        Meta(description="directories of the SSD tier, comma-separated (default: `ssd` in the cache directory)"),
+    ] = None
     lease_limit: Annotated[
         Seconds, Meta(description="longest that a worker may hold blocks of its node before it is killed as stuck")
     ] = 120.0

@@ -124,3 +124,9 @@ def test_limits_of_a_nodes_clients_are_keys(tmp_path: Path) -> None:
     config = read_config(written(tmp_path, "lease-limit: 2m\nclient-quota: 64MiB\n"), {})
     assert (config.pool.lease_limit, config.pool.client_quota) == (120.0, 64 << 20)
     assert Config().pool.client_quota is None
+
+
+def test_the_ssd_tier_is_two_keys(tmp_path: Path) -> None:
+    config = read_config(written(tmp_path, "ssd-per-node: 20GiB\nssd-dir: /mnt/a,/mnt/b\n"), {})
+    assert (config.pool.ssd_per_node, config.pool.ssd_dir) == (20 << 30, "/mnt/a,/mnt/b")
+    assert read_config(None, {"ssd-per-node": "0"}).pool.ssd_per_node == Config().pool.ssd_per_node == 0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from moonpool.core.eviction import Lru
-from moonpool.core.vocabulary import BlockKey, KeySpace, KeySpaceId
+from moonpool.core.vocabulary import BlockKey, KeySpace, KeySpaceId, Tier
 from moonpool.store.extents import Extents, page_aligned
 
 Name = tuple[KeySpaceId, BlockKey]
@@ -33,6 +33,8 @@ class Block:
     transfers: int = 0
     """Running transfers into this block; its bytes are freed only after them."""
     resident: bool = False
+    saving: bool = False
+    """Its bytes are being written to an SSD: it is not evicted meanwhile."""
     discarded: bool = False
 
     @property
@@ -51,10 +53,11 @@ class Block:
 
 @dataclass(slots=True)
 class Change:
-    """A block became readable (stored) or is readable no more."""
+    """A block has come to a tier (stored) or has left it. What is in DRAM is readable."""
 
     stored: bool
     name: Name
+    tier: Tier = Tier.DRAM
 
 
 @dataclass(slots=True)
@@ -65,7 +68,13 @@ class Blocks:
     lru: Lru[Name] = field(default_factory=Lru)
     lingering: dict[int, Block] = field(default_factory=dict)
     """Discarded, by offset, but a transfer still writes into them."""
+    saving: dict[Name, Block] = field(default_factory=dict)
+    """The few that are being written to an SSD now."""
+    is_kept: Callable[[Name], bool] = lambda name: False
+    """Whether an SSD has it too: then it is not lost with its place here."""
     evictions: int = 0
+    demotions: int = 0
+    """Evictions of what an SSD has kept."""
 
     def leading(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> list[Block]:
         found = []
@@ -78,7 +87,7 @@ class Blocks:
 
     def could_hold(self, nbytes: int) -> bool:
         """False means that not even an empty list of unpinned blocks would make this much room."""
-        return nbytes <= self.extents.free + self.lru.evictable_bytes
+        return nbytes <= self.extents.free + self.lru.evictable_bytes - self._saving_bytes()
 
     def allocate(self, space: KeySpace, key: BlockKey | None, parent: BlockKey | None, run_bytes: int) -> Block | None:
         """Space for one block, at the cost of unpinned ones where it must be; None if there is none."""
@@ -87,7 +96,8 @@ class Blocks:
             return None
         offset = self.extents.allocate(nbytes)
         while offset is None:
-            victims = self.lru.victims(page_aligned(nbytes))
+            candidates = self.lru.victims(page_aligned(nbytes) + self._saving_bytes())
+            victims = [name for name in candidates if name not in self.saving]
             if not victims:
                 return None
             for victim in victims:
@@ -117,6 +127,7 @@ class Blocks:
         # Whatever claims on it are still open: they cover only runs that were not complete, so no byte is to come.
         self.extents.release(block.offset)
         self.evictions += 1
+        self.demotions += self.is_kept(name)
         self.on_change(Change(False, name))
 
     def discard(self, block: Block) -> None:
@@ -138,6 +149,10 @@ class Blocks:
         if not block.transfers and self.lingering.get(block.offset) is block:
             del self.lingering[block.offset]
             self.extents.release(block.offset)
+
+    def _saving_bytes(self) -> int:
+        """Of the blocks that would be evictable if they were not being written to an SSD."""
+        return sum(page_aligned(block.nbytes) for name, block in self.saving.items() if not self.lru.pins(name))
 
     def check_integrity(self, private: Sequence[Block]) -> None:
         """`private`: the blocks that rooms own and that are not resident."""

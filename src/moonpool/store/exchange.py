@@ -10,6 +10,7 @@ from moonpool.errors import PoolError
 from moonpool.messenger.transfer import Bytes
 from moonpool.store.arena import Arena
 from moonpool.store.ledger import Claim, Lease, Ledger
+from moonpool.store.loader import Loader
 from moonpool.store.rooms import ClientId
 
 REMOTE = ClientId(0)
@@ -19,9 +20,10 @@ REMOTE = ClientId(0)
 class Exchange:
     """A `messenger.transfer.Store`."""
 
-    def __init__(self, arena: Arena, ledger: Ledger) -> None:
+    def __init__(self, arena: Arena, ledger: Ledger, loader: Loader) -> None:
         self._arena = arena
         self._ledger = ledger
+        self._loader = loader
 
     def land(
         self, request: RequestId, attempt: int, block: int, first_run: int, runs: int, nbytes: int, until: float
@@ -35,7 +37,8 @@ class Exchange:
         return RoomLanding(self._arena, self._ledger, claim, first_run, runs)
 
     def depart(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> LeaseDeparture:
-        return LeaseDeparture(self._arena, self._ledger, self._ledger.lease_remote(REMOTE, space, keys))
+        with self._loader.load_blocking(space, keys):
+            return LeaseDeparture(self._arena, self._ledger, self._ledger.lease_remote(REMOTE, space, keys))
 
 
 class RoomLanding:

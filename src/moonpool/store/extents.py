@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 
 PAGE_BYTES = 4096
 
@@ -17,8 +18,11 @@ class Extents:
     Best fit: blocks of one key space are all of one size, so what one of them leaves fits the next exactly.
     """
 
-    def __init__(self, capacity: int) -> None:
-        """`capacity` in bytes; what is beyond the last whole page is not used."""
+    def __init__(self, capacity: int, taken: Sequence[tuple[int, int]] = ()) -> None:
+        """`capacity` in bytes; what is beyond the last whole page is not used.
+
+        `taken`: extents (offset, bytes) that are allocated already, in whole pages, by offset, without overlaps.
+        """
         self.capacity = capacity // PAGE_BYTES * PAGE_BYTES
         self.used = 0
         self._taken: dict[int, int] = {}
@@ -29,8 +33,15 @@ class Extents:
         self._free_of_size: dict[int, dict[int, None]] = {}
         self._sizes: list[int] = []
         """The different sizes of free extents, ascending."""
-        if self.capacity:
-            self._add_free(0, self.capacity)
+        end = 0
+        for offset, size in taken:
+            if offset > end:
+                self._add_free(end, offset - end)
+            self._taken[offset] = size
+            self.used += size
+            end = offset + size
+        if self.capacity > end:
+            self._add_free(end, self.capacity - end)
 
     @property
     def free(self) -> int:

@@ -6,29 +6,32 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
-from itertools import count
 
 from moonpool.core.vocabulary import BlockKey, KeySpace, NodePeer
 from moonpool.errors import TransferError
 from moonpool.messenger.tcp import TcpMessenger
 from moonpool.store.arena import Arena
 from moonpool.store.ledger import Ledger
-from moonpool.store.rooms import ClientId
+from moonpool.store.loader import Loader
 
 log = logging.getLogger(__name__)
 
 
 class Fetcher:
-    def __init__(self, arena: Arena, ledger: Ledger, messenger: TcpMessenger, own_address: str) -> None:
+    def __init__(self, arena: Arena, ledger: Ledger, loader: Loader, messenger: TcpMessenger, own_address: str) -> None:
         """`own_address`: this node's data address; from itself there is nothing to fetch."""
         self._arena = arena
         self._ledger = ledger
+        self._loader = loader
         self._messenger = messenger
         self._own_address = own_address
-        self._numbers = count(1)
 
     async def fetch(self, source: NodePeer, space: KeySpace, keys: Sequence[BlockKey], time_left: float) -> int:
         """How many leading keys are readable here after the attempt. Raises PoolError for impossible keys or space."""
+        with await self._loader.load(space, keys, time_left):
+            return await self._fetch(source, space, keys, time_left)
+
+    async def _fetch(self, source: NodePeer, space: KeySpace, keys: Sequence[BlockKey], time_left: float) -> int:
         readable = self._ledger.leading(space, keys)
         if readable == len(keys) or source.data_address == self._own_address:
             return readable
@@ -40,7 +43,7 @@ class Fetcher:
 
     def _pull(self, source: NodePeer, space: KeySpace, keys: Sequence[BlockKey], time_left: float) -> Future[int]:
         # The room has an owner of its own: whoever asked for the fetch may die while Messenger writes into the room.
-        owner = ClientId(-next(self._numbers))
+        owner = self._ledger.own_client()
         room = self._ledger.open(owner, space, keys)
         wanted: list[int] = []
         for index in room.lacking:

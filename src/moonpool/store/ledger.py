@@ -20,6 +20,7 @@ from moonpool.store.blocks import Block, Blocks
 from moonpool.store.extents import Extents, page_aligned
 from moonpool.store.overdue import Holding, Kind
 from moonpool.store.rooms import ClientId, Room, RoomId, Waiter, finish_runs, free_room, open_room
+from moonpool.store.shelf import Shelf
 
 LeaseId = NewType("LeaseId", int)
 
@@ -56,6 +57,7 @@ class Ledger:
         self._lock = threading.Condition(threading.RLock())
         self._announcements = Announcements(node, incarnation, on_pending)
         self._blocks = Blocks(extents, self._announcements.note)
+        self.shelf = Shelf(self._lock, self._blocks, self._announcements.note)
         self._on_room_ended = on_room_ended
         self._spaces: dict[KeySpaceId, KeySpace] = {}
         self._rooms: dict[RoomId, Room] = {}
@@ -64,6 +66,7 @@ class Ledger:
         self._quotas: dict[ClientId, int] = {}
         self._last_id = 0
         self._claims = 0
+        self._owners = 0
         self._counts = dict.fromkeys(
             ("lookups", "hit_blocks", "missed_blocks", "rooms_opened", "refused_rooms", "missed_rooms", "late_runs"), 0
         )
@@ -91,6 +94,12 @@ class Ledger:
             if held is None or held.client != client:
                 raise PoolError(f"no lease {lease} to release")
             self._end_lease(held)
+
+    def own_client(self) -> ClientId:
+        """A client that stands for the node itself: for rooms that I/O of the node fills, whoever asked for it."""
+        with self._lock:
+            self._owners += 1
+            return ClientId(-self._owners)
 
     def limit(self, client: ClientId, nbytes: int) -> None:
         """This client, which nobody may kill, holds at most so many bytes in leases and caching rooms of its own."""
@@ -298,7 +307,7 @@ class Ledger:
 
     def next_announcement(self) -> BlocksStored | BlocksRemoved | Snapshot | None:
         with self._lock:
-            return self._announcements.next(self._blocks.resident)
+            return self._announcements.next(self._blocks.resident, self.shelf.names())
 
     def ask_snapshot(self) -> None:
         with self._lock:
@@ -317,14 +326,16 @@ class Ledger:
                 "waiters": sum(len(room.waiters) for room in self._reserved.values()),
                 "transfers": self._claims,
                 "evictions": self._blocks.evictions,
+                "demotions": self._blocks.demotions,
             }
-            return {name: float(value) for name, value in (gauges | self._counts).items()}
+            return {name: float(value) for name, value in (gauges | self._counts).items()} | self.shelf.counters()
 
     def check_integrity(self) -> None:
         """Raises AssertionError where bytes, pins or rooms do not add up."""
         with self._lock:
             private = [block for room in self._rooms.values() for block in room.own()]
             self._blocks.check_integrity(private)
+            self.shelf.check_integrity()
             pins = Counter(block.name for lease in self._leases.values() for block in lease.blocks)
             for number, room in self._rooms.items():
                 pins.update(block.name for block in room.pinned())
@@ -389,6 +400,7 @@ class Ledger:
     def _end_lease(self, lease: Lease) -> None:
         del self._leases[lease.id]
         self._blocks.lru.unpin([block.name for block in lease.blocks])
+        self.shelf.pressed()
 
     def _open(
         self, space: KeySpace, keys: Sequence[BlockKey], tail_tokens: int, whole: bool, budget: int | None = None
@@ -444,6 +456,7 @@ class Ledger:
         if not (room.writers or room.readers):
             free_room(self._blocks, room)
             del self._rooms[room.id]
+            self.shelf.pressed()
 
 
 def _mask(block: Block, first: int, count: int) -> int:

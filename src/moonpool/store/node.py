@@ -8,21 +8,23 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 
 from msgspec import Struct
 
 from moonpool.core.actions import ReleaseRoom, ReserveRoom, SendSnapshot
 from moonpool.core.events import Registered, Reported, RoomConfirmed, RoomRefused
-from moonpool.core.vocabulary import Capacity, PartKind
+from moonpool.core.vocabulary import Capacity, PartKind, Peer
 from moonpool.errors import ConfigError, PeerUnavailableError, PoolError
 from moonpool.messenger.server import TcpServer
 from moonpool.messenger.tcp import TcpMessenger
 from moonpool.store.arena import Arena
+from moonpool.store.disks import Disks
 from moonpool.store.exchange import Exchange
 from moonpool.store.fetch import Fetcher
 from moonpool.store.ledger import Ledger
+from moonpool.store.loader import Loader
 from moonpool.store.messages import Welcome
 from moonpool.store.rooms import ClientId, RoomId
 from moonpool.store.server import HoldingRules, LocalServer, listen
@@ -34,6 +36,8 @@ log = logging.getLogger(__name__)
 
 EXPIRY_SECONDS = 0.5
 """How often rooms and leases are looked through for those whose time is over."""
+RESERVE_SECONDS = 1.0
+"""The most that a room waits for the SSD: the Conductor takes no answer within 2 s for a refusal."""
 
 
 class NodeConfig(Struct, frozen=True):
@@ -52,6 +56,12 @@ class NodeConfig(Struct, frozen=True):
     """Seconds from a request's deadline until a worker that still holds its room is killed."""
     client_quota: int | None = None
     """Bytes of leases and caching rooms for any other client; None: half the arena."""
+    ssd_bytes: int = 0
+    """In all `ssd_dirs` together."""
+    ssd_dirs: tuple[str, ...] = ()
+    """In each of them the node keeps a directory with its name. None: DRAM alone."""
+    ssd_stall_seconds: float = 10.0
+    """A disk on which an operation takes longer is given up."""
     life_fd: int | None = None
     """The pipe from this node's supervisor; None: the node was started by hand and kills nobody."""
 
@@ -68,14 +78,21 @@ async def run_node(link: Link, conductor: str, config: NodeConfig) -> None:
         messenger = TcpMessenger(config.token, config.connections)
         stack.callback(messenger.close)
         node = _Node(link, arena, messenger)
-        data = TcpServer(config.data_host, config.data_port, config.token, Exchange(arena, node.ledger))
+        directories = [Path(directory) / link.me.id for directory in config.ssd_dirs] if config.ssd_bytes else []
+        # Reading the index of a large SSD takes seconds.
+        node.disks = await asyncio.to_thread(
+            Disks, arena, node.ledger.shelf, directories, config.ssd_bytes, config.ssd_stall_seconds
+        )
+        stack.callback(node.disks.close)
+        node.loader = loader = Loader(arena, node.ledger, node.disks)
+        data = TcpServer(config.data_host, config.data_port, config.token, Exchange(arena, node.ledger, loader))
         stack.callback(data.close)
-        fetcher = Fetcher(arena, node.ledger, messenger, data.address)
+        fetcher = Fetcher(arena, node.ledger, loader, messenger, data.address)
         welcome = Welcome(link.me.id, link.me.incarnation, arena.size)
         node.data = data
         quota = arena.size // 2 if config.client_quota is None else config.client_quota
         rules = HoldingRules(config.lease_seconds, config.grace, quota, config.life_fd)
-        node.clients = LocalServer(listener, welcome, arena, node.ledger, fetcher, node.counters, rules)
+        node.clients = LocalServer(listener, welcome, arena, node.ledger, loader, fetcher, node.counters, rules)
         describe = Registered(
             PartKind.NODE,
             link.me,
@@ -119,6 +136,8 @@ class _Node:
     membership: Membership
     clients: LocalServer
     data: TcpServer
+    disks: Disks
+    loader: Loader
 
     def __init__(self, link: Link, arena: Arena, messenger: TcpMessenger) -> None:
         self._link = link
@@ -126,6 +145,7 @@ class _Node:
         self._messenger = messenger
         self._loop = asyncio.get_running_loop()
         self._pending = asyncio.Event()
+        self._loads: set[asyncio.Task[None]] = set()
         self.ledger = Ledger(arena.extents, link.me.id, link.me.incarnation, self._on_pending, self._on_room_ended)
 
     async def run(self) -> None:
@@ -143,6 +163,9 @@ class _Node:
             if refused is not None:
                 raise ConfigError(str(refused.exceptions[0])) from group
             raise
+        finally:
+            for load in list(self._loads):
+                load.cancel()
 
     def report(self) -> Reported:
         return Reported(self._link.me.id, self._link.me.incarnation, used_bytes=self._arena.extents.used)
@@ -158,6 +181,7 @@ class _Node:
         }
         return (
             self.ledger.counters()
+            | self.disks.counters()
             | self.clients.counters()
             | {f"tcp_{k}": v for k, v in served.items()}
             | {f"messenger_{k}": v for k, v in moved.items()}
@@ -173,6 +197,8 @@ class _Node:
 
     def _handle(self, envelope: Envelope) -> None:
         match envelope.body:
+            case ReserveRoom() as order if self.loader.is_needed(order.space.id, order.keys):
+                self._later(self._load_and_reserve(envelope.sender, order))
             case ReserveRoom() as order:
                 self._link.post(envelope.sender, self._reserve(order))
             case ReleaseRoom(request=request, attempt=attempt):
@@ -182,6 +208,16 @@ class _Node:
                 self.ledger.ask_snapshot()
             case other:
                 log.warning("%s from %s is not for a node", type(other).__name__, envelope.sender.id)
+
+    async def _load_and_reserve(self, sender: Peer, order: ReserveRoom) -> None:
+        """What the SSD holds of a prompt is in DRAM before the room is opened: then it is not lacking."""
+        with await self.loader.load(order.space, order.keys, RESERVE_SECONDS):
+            self._link.post(sender, self._reserve(order))
+
+    def _later(self, work: Coroutine[None, None, None]) -> None:
+        task = self._loop.create_task(work)
+        self._loads.add(task)
+        task.add_done_callback(self._loads.discard)
 
     def _reserve(self, order: ReserveRoom) -> Message:
         me = self._link.me
@@ -222,6 +258,7 @@ class _Node:
             if expired := self.ledger.expire(time.monotonic()):
                 log.warning("%d rooms ended: their time was over and nobody had taken them", expired)
             self.clients.end_overdue()
+            self.disks.check(time.monotonic())
 
     def _on_pending(self) -> None:
         self._on_loop(self._pending.set)

@@ -18,6 +18,7 @@ from moonpool.store.arena import Arena
 from moonpool.store.fetch import Fetcher
 from moonpool.store.holder import Holder, credentials
 from moonpool.store.ledger import Ledger
+from moonpool.store.loader import Loader
 from moonpool.store.messages import Welcome
 from moonpool.store.overdue import Overdue
 from moonpool.store.rooms import ClientId, RoomId
@@ -69,6 +70,7 @@ class LocalServer:
         welcome: Welcome,
         arena: Arena,
         ledger: Ledger,
+        loader: Loader,
         fetcher: Fetcher,
         measure: Callable[[], dict[str, float]],
         rules: HoldingRules,
@@ -77,6 +79,7 @@ class LocalServer:
         self._welcome = welcome
         self._arena = arena
         self._ledger = ledger
+        self._loader = loader
         self._fetcher = fetcher
         self._measure = measure
         self._rules = rules
@@ -149,7 +152,17 @@ class LocalServer:
         holder = Holder(sock, self._rules.life_fd)
         if not holder.is_supervised:
             self._ledger.limit(client, self._rules.quota)
-        session = Session(sock, client, holder, self._welcome, self._arena, self._ledger, self._fetcher, self._measure)
+        session = Session(
+            sock,
+            client,
+            holder,
+            self._welcome,
+            self._arena,
+            self._ledger,
+            self._loader,
+            self._fetcher,
+            self._measure,
+        )
         self._sessions[client] = session
         try:
             await session.run()

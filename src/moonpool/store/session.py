@@ -14,6 +14,7 @@ from moonpool.store.arena import Arena
 from moonpool.store.fetch import Fetcher
 from moonpool.store.holder import Holder
 from moonpool.store.ledger import LeaseId, Ledger
+from moonpool.store.loader import Loader
 from moonpool.store.messages import (
     PROTOCOL,
     Answer,
@@ -63,6 +64,7 @@ class Session:
         welcome: Welcome,
         arena: Arena,
         ledger: Ledger,
+        loader: Loader,
         fetcher: Fetcher,
         measure: Callable[[], dict[str, float]],
     ) -> None:
@@ -72,6 +74,7 @@ class Session:
         self._welcome = welcome
         self._arena = arena
         self._ledger = ledger
+        self._loader = loader
         self._fetcher = fetcher
         self._measure = measure
         self._loop = asyncio.get_running_loop()
@@ -164,6 +167,8 @@ class Session:
                 self._ledger.release(self._client, LeaseId(call.lease))
             case AwaitRoom():
                 self._start(call.serial, self._await_room(call))
+            case LeaseBlocks() if self._loader.is_needed(call.space.id, call.keys):
+                self._start(call.serial, self._load_and_lease(call))
             case FetchBlocks():
                 self._start(call.serial, self._fetch(call))
             case Hello():
@@ -201,6 +206,14 @@ class Session:
         finally:
             timer.cancel()
         await self._send(RoomReady(call.serial) if room is None else _ready(call.serial, room))
+
+    async def _load_and_lease(self, call: LeaseBlocks) -> None:
+        with await self._loader.load(call.space, call.keys):
+            try:
+                answer = self._answer(call)
+            except PoolError as e:
+                answer = RefusedCall(call.serial, str(e))
+        await self._send(answer)
 
     async def _fetch(self, call: FetchBlocks) -> None:
         try:

@@ -1,0 +1,321 @@
+"""The SSD tier's threads: for each directory one that saves blocks from the arena, and some that load them back.
+
+A disk that fails or stands still is given up until the node restarts: its blocks are gone, DRAM goes on alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from moonpool.errors import ConfigError
+from moonpool.messenger.transfer import Bytes, checksum
+from moonpool.store.arena import Arena
+from moonpool.store.extents import page_aligned
+from moonpool.store.index import Index, Shelved, recover
+from moonpool.store.shelf import Saves, Shelf
+from moonpool.store.slab import Slab
+
+log = logging.getLogger(__name__)
+
+READERS = 2
+"""Threads a disk."""
+BATCH_BLOCKS = 32
+BATCH_BYTES = 16 << 20
+MAX_FAILURES = 3
+"""Failed operations in a row, before a disk is given up."""
+CLOSE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Load:
+    """A block to be brought into the arena."""
+
+    shelved: Shelved
+    target: Bytes
+    """Whole pages."""
+    done: Callable[[bool, bool], None]
+    """(is it there and verified, is it damaged on the disk); on a thread of the disk, exactly once."""
+
+
+@dataclass(slots=True, eq=False)
+class _Volume:
+    number: int
+    slab: Slab
+    index: Index
+    lock: int
+    """A descriptor that holds the directory for this process."""
+    failures: int = 0
+    is_pressed: bool = True
+    """There may be something to save."""
+    is_lost: bool = False
+    queue: deque[list[Load]] = field(default_factory=deque)
+    busy: dict[int, float] = field(default_factory=dict)
+    """When the operation that runs now began, by thread."""
+    threads: list[threading.Thread] = field(default_factory=list)
+
+
+class Disks:
+    def __init__(
+        self,
+        arena: Arena,
+        shelf: Shelf,
+        directories: Sequence[Path],
+        nbytes: int,
+        stall_seconds: float = 10.0,
+        open_slab: Callable[[Path, int], Slab] = Slab,
+    ) -> None:
+        """`nbytes` in all, the same in each directory. Raises ConfigError where a directory cannot be used."""
+        self._arena = arena
+        self._shelf = shelf
+        self._stall_seconds = stall_seconds
+        self._changed = threading.Condition()
+        self._closed = False
+        self._read_bytes = self._written_bytes = self._errors = 0
+        self._volumes: list[_Volume] = []
+        try:
+            for directory in directories:
+                self._volumes.append(self._open(directory, nbytes // len(directories), open_slab))
+        except BaseException:
+            self.close()
+            raise
+        shelf.on_pressure = self._on_pressure
+        for volume in self._volumes:
+            work = [self._save_all, *[self._load_all] * READERS]
+            for number, target in enumerate(work):
+                name = f"ssd {volume.number} {'load' if number else 'save'}"
+                volume.threads.append(threading.Thread(target=target, args=(volume,), name=name, daemon=True))
+        for volume in self._volumes:
+            for thread in volume.threads:
+                thread.start()
+
+    def load(self, loads: Sequence[Load]) -> None:
+        """Begin to load. Neighbours on a disk are read together."""
+        for group in _neighbours(loads):
+            volume = self._volumes[group[0].shelved.volume]
+            with self._changed:
+                if not (volume.is_lost or self._closed):
+                    volume.queue.append(group)
+                    self._changed.notify_all()
+                    continue
+            _fail(group)
+
+    def check(self, now: float) -> None:
+        """Give up a disk on which an operation does not end. `now` is of the monotonic clock; call it now and then."""
+        for volume in self._volumes:
+            with self._changed:
+                began = min(volume.busy.values(), default=now)
+            if now - began > self._stall_seconds:
+                self._lose(volume, f"an operation has not ended for {now - began:.0f} s")
+
+    def counters(self) -> dict[str, float]:
+        with self._changed:
+            return {
+                "ssd_read_bytes": float(self._read_bytes),
+                "ssd_written_bytes": float(self._written_bytes),
+                "ssd_errors": float(self._errors),
+            }
+
+    def close(self) -> None:
+        """Whatever is queued fails; what runs is awaited for a few seconds."""
+        with self._changed:
+            self._closed = True
+            queued = [group for volume in self._volumes for group in volume.queue]
+            for volume in self._volumes:
+                volume.queue.clear()
+            self._changed.notify_all()
+        for group in queued:
+            _fail(group)
+        until = time.monotonic() + CLOSE_SECONDS
+        for volume in self._volumes:
+            for thread in volume.threads:
+                if thread.ident is not None:
+                    thread.join(max(0.0, until - time.monotonic()))
+            if not any(thread.is_alive() for thread in volume.threads):
+                volume.index.close()
+                volume.slab.close()
+                os.close(volume.lock)
+
+    def _open(self, directory: Path, nbytes: int, open_slab: Callable[[Path, int], Slab]) -> _Volume:
+        with contextlib.ExitStack() as undo:
+            try:
+                lock = _own(directory)
+                undo.callback(os.close, lock)
+                slab = open_slab(directory / "slab", nbytes)
+                undo.callback(slab.close)
+                began = time.monotonic()
+                recovered = recover(directory / "index", slab.size)
+                index = Index(directory / "index", recovered.entries)
+            except OSError as e:
+                raise ConfigError(f"SSD directory {directory}: {e.strerror} (--ssd-dir)") from e
+            undo.pop_all()
+        for loss in recovered.losses:
+            log.warning("SSD index %s: dropped %s", directory / "index", loss)
+        number = self._shelf.add_volume(slab.size, recovered.entries)
+        how = "O_DIRECT" if slab.is_direct else "through the page cache: this filesystem knows no O_DIRECT"
+        found = f"{len(recovered.entries)} blocks found in {time.monotonic() - began:.1f} s"
+        log.info("SSD %s: %d MiB, %s; %s", slab.path, slab.size >> 20, how, found)
+        return _Volume(number, slab, index, lock)
+
+    def _on_pressure(self) -> None:
+        # Under the ledger's lock, which is never taken while this one is held.
+        with self._changed:
+            for volume in self._volumes:
+                volume.is_pressed = True
+            self._changed.notify_all()
+
+    def _save_all(self, volume: _Volume) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: volume.is_pressed or self._closed or volume.is_lost)
+                volume.is_pressed = False
+                if self._closed or volume.is_lost:
+                    return
+            while (saves := self._shelf.next_saves(volume.number, BATCH_BLOCKS, BATCH_BYTES)) is not None:
+                is_written = False
+                try:
+                    is_written = self._save(volume, saves)
+                finally:
+                    self._shelf.saved(saves, is_written)
+                if self._closed or not is_written:
+                    break
+
+    def _save(self, volume: _Volume, saves: Saves) -> bool:
+        saves.blocks.sort(key=lambda item: item[0].offset)
+        try:
+            with self._timed(volume):
+                # First: entries of what these bytes were before must not be believed any more.
+                if saves.removed:
+                    volume.index.append((), saves.removed)
+                for group in _adjoining([shelved for shelved, _ in saves.blocks]):
+                    chosen = {id(shelved) for shelved in group}
+                    blocks = [block for shelved, block in saves.blocks if id(shelved) in chosen]
+                    volume.slab.write(
+                        group[0].offset, [self._arena.slice(b.offset, page_aligned(b.nbytes)) for b in blocks]
+                    )
+                volume.index.append([shelved for shelved, _ in saves.blocks], ())
+                if volume.index.has_waste(self._shelf.blocks_on(volume.number)):
+                    live = self._shelf.entries(volume.number)
+                    volume.index.rewrite([*live, *(shelved for shelved, _ in saves.blocks)])
+        except OSError as e:
+            self._failed(volume, f"cannot save {len(saves.blocks)} blocks: {e.strerror or e}")
+            return False
+        with self._changed:
+            volume.failures = 0
+            self._written_bytes += sum(shelved.nbytes for shelved, _ in saves.blocks)
+        return True
+
+    def _load_all(self, volume: _Volume) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: volume.queue or self._closed or volume.is_lost)
+                if self._closed or volume.is_lost:
+                    return
+                group = volume.queue.popleft()
+            self._load(volume, group)
+
+    def _load(self, volume: _Volume, group: list[Load]) -> None:
+        try:
+            with self._timed(volume):
+                volume.slab.read(group[0].shelved.offset, [load.target for load in group])
+        except OSError as e:
+            _fail(group)
+            self._failed(volume, f"cannot read {len(group)} blocks: {e.strerror or e}")
+            return
+        with self._changed:
+            volume.failures = 0
+            self._read_bytes += sum(load.shelved.nbytes for load in group)
+        for load in group:
+            is_good = _is_good(load)
+            if not is_good:
+                self._shelf.count("ssd_checksum_failures")
+                log.warning("a block on SSD %s has a wrong checksum: dropped", volume.slab.path)
+            load.done(is_good, not is_good)
+
+    @contextlib.contextmanager
+    def _timed(self, volume: _Volume) -> Iterator[None]:
+        thread = threading.get_ident()
+        with self._changed:
+            volume.busy[thread] = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._changed:
+                del volume.busy[thread]
+
+    def _failed(self, volume: _Volume, what: str) -> None:
+        with self._changed:
+            self._errors += 1
+            volume.failures += 1
+            is_hopeless = volume.failures >= MAX_FAILURES
+        log.warning("SSD %s: %s", volume.slab.path, what)
+        if is_hopeless:
+            self._lose(volume, f"{MAX_FAILURES} operations in a row failed")
+
+    def _lose(self, volume: _Volume, why: str) -> None:
+        with self._changed:
+            volume.is_lost = True
+            queued = list(volume.queue)
+            volume.queue.clear()
+            self._changed.notify_all()
+        for group in queued:
+            _fail(group)
+        if self._shelf.lose(volume.number):
+            log.error("SSD %s is given up until this node restarts, its blocks are gone: %s", volume.slab.path, why)
+
+
+def _own(directory: Path) -> int:
+    """The directory, for this process alone while it lives. What lies in it is KVCache: nobody else's to read."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise ConfigError(f"another node uses {directory}; give this one another --ssd-dir") from None
+    return lock
+
+
+def _adjoining(shelved: Sequence[Shelved]) -> Iterator[list[Shelved]]:
+    """Runs of neighbours in a slab, of blocks sorted by offset; at most BATCH_BYTES together, or one."""
+    group: list[Shelved] = []
+    size = 0
+    for block in shelved:
+        is_next = group and group[-1].volume == block.volume and group[-1].offset + group[-1].nbytes == block.offset
+        if group and (not is_next or size + block.nbytes > BATCH_BYTES):
+            yield group
+            group, size = [], 0
+        group.append(block)
+        size += block.nbytes
+    if group:
+        yield group
+
+
+def _neighbours(loads: Sequence[Load]) -> Iterator[list[Load]]:
+    by_block = {id(load.shelved): load for load in loads}
+    ordered = sorted((load.shelved for load in loads), key=lambda shelved: (shelved.volume, shelved.offset))
+    for group in _adjoining(ordered):
+        yield [by_block[id(shelved)] for shelved in group]
+
+
+def _is_good(load: Load) -> bool:
+    run_bytes = load.shelved.space.run_bytes
+    return all(
+        checksum(load.target[run * run_bytes : (run + 1) * run_bytes]) == int(expected)
+        for run, expected in enumerate(np.frombuffer(load.shelved.checksums, "<u8"))
+    )
+
+
+def _fail(loads: Sequence[Load]) -> None:
+    for load in loads:
+        load.done(False, False)

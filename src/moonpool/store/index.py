@@ -1,0 +1,274 @@
+"""The append-only index of a slab: which block lies where, with its checksums. It survives the node.
+
+A header, then frames: marker, length, xxh3-64 of the payload, payload (msgpack). A frame that does not check is skipped
+and the next marker is looked for, so one bad byte costs one entry. An entry proves only itself: a lost `Removed` may
+leave an entry whose bytes were overwritten since. So every block is verified against its own checksums when it leaves
+the disk, and the worst that any damage to the index does is a miss. For the same reason nothing waits for fsync: after
+`kill -9` the kernel still has all that was written, after a power failure what did not get to the disk is a miss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import xxhash
+from msgspec import Struct
+
+from moonpool.core.vocabulary import BLOCK_KEY_BYTES, BlockKey, KeySpace
+from moonpool.store.blocks import Name
+from moonpool.store.extents import PAGE_BYTES, page_aligned
+
+VERSION = 1
+MAX_RECORD_BYTES = 1 << 20
+WASTE_RECORDS = 10_000
+"""The index is written anew when it has more than so many records beside two for each block."""
+_MAGIC = b"moonpool-index"
+_HEADER = struct.Struct("<14sH")
+_FRAME = struct.Struct("<4sIQ")
+_MARKER = b"\xb1\x0cK\x91"
+
+
+@dataclass(slots=True, eq=False)
+class Shelved:
+    """A block on the SSD."""
+
+    offset: int
+    space: KeySpace
+    key: BlockKey
+    parent: BlockKey | None
+    checksums: bytes
+    """One u64 (little-endian) a run: as many integers would take ten times the memory."""
+    volume: int = 0
+
+    @property
+    def name(self) -> Name:
+        return self.space.id, self.key
+
+    @property
+    def nbytes(self) -> int:
+        """In the slab, whole pages."""
+        return page_aligned(self.space.block_bytes)
+
+
+class _Space(Struct, frozen=True, tag="k", array_like=True):
+    number: int
+    space: KeySpace
+
+
+class _Stored(Struct, frozen=True, tag="s", array_like=True):
+    space: int
+    key: BlockKey
+    parent: BlockKey | None
+    offset: int
+    checksums: bytes
+
+
+class _Removed(Struct, frozen=True, tag="r", array_like=True):
+    space: int
+    key: BlockKey
+
+
+_Record = _Space | _Stored | _Removed
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[_Record] = msgspec.msgpack.Decoder(_Record)
+
+
+@dataclass(slots=True)
+class Recovered:
+    """What an index still says."""
+
+    entries: list[Shelved] = field(default_factory=list)
+    """The oldest first."""
+    losses: list[str] = field(default_factory=list)
+    """What was dropped and why, fit for the log; empty for an index that was whole."""
+
+
+def recover(path: Path, slab_bytes: int) -> Recovered:
+    """Read an index; whatever is not provably an entry is dropped. Raises OSError where the file cannot be read."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return Recovered()
+    if len(data) < _HEADER.size or not data.startswith(_MAGIC):
+        return Recovered(losses=[f"{len(data)} bytes that are no index"])
+    if (version := _HEADER.unpack_from(data)[1]) != VERSION:
+        return Recovered(losses=[f"all of it: it is of version {version}, this is Moonpool's version {VERSION}"])
+    recovered = Recovered()
+    entries = _replay(data, recovered.losses)
+    kept = _without_overlaps(list(entries.values()), slab_bytes)
+    if len(kept) < len(entries):
+        recovered.losses.append(f"{len(entries) - len(kept)} blocks beyond the slab's end or overwritten by later ones")
+    recovered.entries = kept
+    return recovered
+
+
+def _replay(data: bytes, losses: list[str]) -> dict[Name, Shelved]:
+    spaces: dict[int, KeySpace] = {}
+    entries: dict[Name, Shelved] = {}
+    position, bad_bytes, unknown = _HEADER.size, 0, 0
+    while position < len(data):
+        record, end = _record_at(data, position)
+        if record is None:
+            found = data.find(_MARKER, position + 1)
+            following = len(data) if found < 0 else found
+            bad_bytes += following - position
+            position = following
+            continue
+        position = end
+        if isinstance(record, _Space):
+            spaces[record.number] = record.space
+        elif (space := spaces.get(record.space)) is None:
+            unknown += 1
+        else:
+            # The newest place counts, and the order is that of the newest records.
+            entries.pop((space.id, record.key), None)
+            if isinstance(record, _Stored):
+                entry = Shelved(record.offset, space, record.key, record.parent, record.checksums)
+                if _is_sound(entry):
+                    entries[entry.name] = entry
+                else:
+                    unknown += 1
+    if bad_bytes:
+        losses.append(f"{bad_bytes} bytes that are no whole record")
+    if unknown:
+        losses.append(f"{unknown} records that make no sense")
+    return entries
+
+
+def _record_at(data: bytes, position: int) -> tuple[_Record | None, int]:
+    if len(data) - position < _FRAME.size:
+        return None, position
+    marker, length, digest = _FRAME.unpack_from(data, position)
+    start = position + _FRAME.size
+    if marker != _MARKER or length > MAX_RECORD_BYTES or start + length > len(data):
+        return None, position
+    payload = data[start : start + length]
+    if xxhash.xxh3_64_intdigest(payload) != digest:
+        return None, position
+    try:
+        return _decoder.decode(payload), start + length
+    except msgspec.MsgspecError:
+        return None, position
+
+
+def _is_sound(entry: Shelved) -> bool:
+    space = entry.space
+    return (
+        space.runs > 0
+        and space.run_bytes > 0
+        and len(entry.checksums) == 8 * space.runs
+        and len(entry.key) == BLOCK_KEY_BYTES
+        and entry.offset >= 0
+        and entry.offset % PAGE_BYTES == 0
+    )
+
+
+def _without_overlaps(entries: Sequence[Shelved], slab_bytes: int) -> list[Shelved]:
+    """Of two entries that share bytes the later record is the one whose bytes are there."""
+    age = {id(entry): position for position, entry in enumerate(entries)}
+    kept: list[Shelved] = []
+    for entry in sorted(entries, key=lambda entry: entry.offset):
+        if entry.offset + entry.nbytes > slab_bytes:
+            continue
+        is_newest = True
+        while kept and kept[-1].offset + kept[-1].nbytes > entry.offset:
+            if age[id(kept[-1])] > age[id(entry)]:
+                is_newest = False
+                break
+            kept.pop()
+        if is_newest:
+            kept.append(entry)
+    kept.sort(key=lambda entry: age[id(entry)])
+    return kept
+
+
+class Index:
+    """Open for appending. Thread-safe. Every method raises OSError where the disk refuses."""
+
+    def __init__(self, path: Path, entries: Iterable[Shelved]) -> None:
+        """Begins with exactly these entries, in a new file that takes the old one's place at once."""
+        self._path = path
+        self._lock = threading.Lock()
+        self._fd = -1
+        self._size = 0
+        self._records = 0
+        self._spaces: dict[KeySpace, int] = {}
+        self.rewrite(entries)
+
+    def append(self, stored: Sequence[Shelved], removed: Sequence[Shelved]) -> None:
+        """All of it, or (as far as the file goes) nothing."""
+        with self._lock:
+            spaces = dict(self._spaces)
+            data, records = _encode(stored, removed, spaces)
+            try:
+                self._write(data)
+            except OSError:
+                # Half a record must not stand before the next one's.
+                os.ftruncate(self._fd, self._size)
+                raise
+            self._spaces = spaces
+            self._size += len(data)
+            self._records += records
+
+    def has_waste(self, live: int) -> bool:
+        return self._records > 2 * live + WASTE_RECORDS
+
+    def rewrite(self, entries: Iterable[Shelved]) -> None:
+        """Only these entries from now on."""
+        with self._lock:
+            spaces: dict[KeySpace, int] = {}
+            data, records = _encode(list(entries), (), spaces)
+            data = _HEADER.pack(_MAGIC, VERSION) + data
+            fresh = self._path.with_suffix(".new")
+            fd = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_APPEND, 0o600)
+            try:
+                write_all(fd, data)
+                fresh.replace(self._path)
+            except BaseException:
+                os.close(fd)
+                with contextlib.suppress(OSError):
+                    fresh.unlink()
+                raise
+            old, self._fd = self._fd, fd
+            if old >= 0:
+                os.close(old)
+            self._size, self._records, self._spaces = len(data), records, spaces
+
+    def close(self) -> None:
+        with self._lock:
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                os.close(fd)
+
+    def _write(self, data: bytes) -> None:
+        write_all(self._fd, data)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _encode(stored: Sequence[Shelved], removed: Sequence[Shelved], spaces: dict[KeySpace, int]) -> tuple[bytes, int]:
+    """Frames, and their number. Key spaces not in `spaces` come first and are added to it."""
+    records: list[_Record] = []
+    for entry in (*removed, *stored):
+        if entry.space not in spaces:
+            spaces[entry.space] = len(spaces)
+            records.append(_Space(spaces[entry.space], entry.space))
+    records += [_Removed(spaces[entry.space], entry.key) for entry in removed]
+    records += [_Stored(spaces[e.space], e.key, e.parent, e.offset, e.checksums) for e in stored]
+    frames = bytearray()
+    for record in records:
+        payload = _encoder.encode(record)
+        frames += _FRAME.pack(_MARKER, len(payload), xxhash.xxh3_64_intdigest(payload))
+        frames += payload
+    return bytes(frames), len(records)

@@ -1,0 +1,257 @@
+"""What a node has on its SSDs, and what should get there next. Bookkeeping only: no I/O.
+
+A block is *saved* (a copy of it goes to an SSD) while it is still in DRAM, in the order in which DRAM will give blocks
+up: so that of each moment a part of the arena, the reserve, can be had at once and without a loss. Eviction of a saved
+block is its demotion. Where the disks do not keep up, what is given up is lost, as it is without an SSD: nobody ever
+waits for a disk to get space in DRAM.
+
+The ledger's lock covers all of it; every public method takes that lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moonpool.core.eviction import Lru
+from moonpool.core.vocabulary import BlockKey, KeySpace, KeySpaceId, Tier
+from moonpool.store.blocks import Block, Blocks, Change, Name
+from moonpool.store.extents import Extents, page_aligned
+from moonpool.store.index import Shelved
+
+RESERVE = 0.5
+"""The part of the arena that is kept free or saved: room for as large a prompt at once without a loss."""
+
+
+@dataclass(slots=True)
+class Saves:
+    """One batch for one volume: log what goes, then write, then log what came."""
+
+    volume: int
+    blocks: list[tuple[Shelved, Block]] = field(default_factory=list)
+    removed: list[Shelved] = field(default_factory=list)
+    """Their bytes are about to be overwritten."""
+
+
+@dataclass(slots=True)
+class _Volume:
+    extents: Extents
+    lru: Lru[Name] = field(default_factory=Lru)
+    """Without parents: a continuation is saved before its prefix, which is no reason to give it up first."""
+    unlogged: list[Shelved] = field(default_factory=list)
+    """Gone, but the index does not know yet."""
+    is_lost: bool = False
+
+
+class Shelf:
+    def __init__(self, lock: threading.Condition, blocks: Blocks, note: Callable[[Change], None]) -> None:
+        self._lock = lock
+        self._blocks = blocks
+        self._note = note
+        self._volumes: list[_Volume] = []
+        self._shelved: dict[Name, Shelved] = {}
+        self._reserve = 0
+        self.on_pressure: Callable[[], None] = lambda: None
+        """Called under the lock when something may have to be saved: it may only wake somebody."""
+        self._counts = dict.fromkeys(("ssd_saves", "ssd_promotions", "ssd_evictions", "ssd_checksum_failures"), 0)
+        blocks.is_kept = self._shelved.__contains__
+
+    def add_volume(self, nbytes: int, entries: Sequence[Shelved]) -> int:
+        """A disk with what is on it, the least recently used first; its number."""
+        with self._lock:
+            number = len(self._volumes)
+            fresh = [entry for entry in entries if entry.name not in self._shelved]
+            extents = Extents(nbytes, sorted((entry.offset, entry.nbytes) for entry in fresh))
+            volume = _Volume(extents)
+            self._volumes.append(volume)
+            # Half the SSD at most: else saving one block of the reserve would push out another, without an end.
+            room = sum(volume.extents.capacity for volume in self._volumes) // 2
+            self._reserve = min(int(self._blocks.extents.capacity * RESERVE), room)
+            for entry in fresh:
+                entry.volume = number
+                self._add(volume, entry)
+            return number
+
+    def pressed(self) -> None:
+        """Blocks have become evictable, or DRAM was taken. The caller has the lock."""
+        if self._blocks.extents.free < self._reserve:
+            self.on_pressure()
+
+    def next_saves(self, number: int, most_blocks: int, most_bytes: int) -> Saves | None:
+        """What this volume should save now; every answer needs its `saved`."""
+        with self._lock:
+            volume = self._volumes[number]
+            lacking = self._reserve - self._blocks.extents.free
+            if volume.is_lost or lacking <= 0:
+                return None
+            removed, volume.unlogged = volume.unlogged, []
+            saves = Saves(number, removed=removed)
+            taken = 0
+            for name in self._blocks.lru.victims(lacking):
+                block = self._blocks.resident[name]
+                if block.saving or name in self._shelved:
+                    continue
+                size = page_aligned(block.nbytes)
+                if len(saves.blocks) >= most_blocks or (taken and taken + size > most_bytes):
+                    break
+                offset = self._allocate(volume, size, saves.removed)
+                if offset is None:
+                    continue
+                block.saving = True
+                self._blocks.saving[name] = block
+                taken += size
+                packed = np.array(block.checksums, "<u8").tobytes()
+                shelved = Shelved(offset, block.space, name[1], block.parent, packed, number)
+                saves.blocks.append((shelved, block))
+            return saves if saves.blocks or saves.removed else None
+
+    def saved(self, saves: Saves, is_written: bool) -> None:
+        """The batch's I/O is over."""
+        with self._lock:
+            volume = self._volumes[saves.volume]
+            for shelved, block in saves.blocks:
+                block.saving = False
+                del self._blocks.saving[shelved.name]
+                if volume.is_lost:
+                    continue
+                if is_written:
+                    self._add(volume, shelved)
+                    self._counts["ssd_saves"] += 1
+                    self._note(Change(True, shelved.name, Tier.SSD))
+                else:
+                    volume.extents.release(shelved.offset)
+            if not (is_written or volume.is_lost):
+                volume.unlogged = [*saves.removed, *volume.unlogged]
+
+    def has_more(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> bool:
+        """Whether the leading blocks in any tier are more than the leading ones in DRAM."""
+        with self._lock:
+            first = next((key for key in keys if (space, key) not in self._blocks.resident), None)
+            return first is not None and (space, first) in self._shelved
+
+    def borrow(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> tuple[int, list[tuple[int, Shelved]]]:
+        """How many leading keys are here in any tier; and those of them (index, block) that only an SSD has.
+
+        They stay where they are until `give_back`.
+        """
+        with self._lock:
+            found: list[tuple[int, Shelved]] = []
+            leading = 0
+            for index, key in enumerate(keys):
+                if (space, key) not in self._blocks.resident:
+                    shelved = self._shelved.get((space, key))
+                    if shelved is None:
+                        break
+                    found.append((index, shelved))
+                leading += 1
+            for _, shelved in found:
+                self._volumes[shelved.volume].lru.pin([shelved.name])
+            return leading, found
+
+    def give_back(self, borrowed: Iterable[Shelved], bad: Sequence[Shelved] = ()) -> None:
+        """`bad`: those that turned out to be damaged; they are no longer here."""
+        with self._lock:
+            # From the last to the first: a prefix is to outlive what continues it.
+            for shelved in reversed(list(borrowed)):
+                if self._shelved.get(shelved.name) is shelved:
+                    self._volumes[shelved.volume].lru.unpin([shelved.name])
+            for shelved in bad:
+                volume = self._volumes[shelved.volume]
+                if self._shelved.get(shelved.name) is shelved and not volume.lru.pins(shelved.name):
+                    self._remove(volume, shelved)
+                    volume.unlogged.append(shelved)
+
+    def space_of(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> KeySpace | None:
+        """What the blocks of a key space look like, if one of these is on an SSD."""
+        with self._lock:
+            return next((s.space for key in keys if (s := self._shelved.get((space, key))) is not None), None)
+
+    def lose(self, number: int) -> bool:
+        """The volume is unusable: its blocks are gone. False if it was lost already."""
+        with self._lock:
+            volume = self._volumes[number]
+            if volume.is_lost:
+                return False
+            volume.is_lost = True
+            for name in [name for name, shelved in self._shelved.items() if shelved.volume == number]:
+                del self._shelved[name]
+                self._note(Change(False, name, Tier.SSD))
+            volume.lru = Lru()
+            volume.extents = Extents(0)
+            volume.unlogged = []
+            self._reserve = min(self._reserve, sum(volume.extents.capacity for volume in self._volumes) // 2)
+            return True
+
+    def blocks_on(self, number: int) -> int:
+        with self._lock:
+            return len(self._volumes[number].lru)
+
+    def entries(self, number: int) -> list[Shelved]:
+        """All blocks of a volume, the oldest first."""
+        with self._lock:
+            return [shelved for shelved in self._shelved.values() if shelved.volume == number]
+
+    def count(self, name: str, amount: int = 1) -> None:
+        with self._lock:
+            self._counts[name] += amount
+
+    def names(self) -> Iterable[Name]:
+        """The caller has the lock."""
+        return self._shelved
+
+    def counters(self) -> dict[str, float]:
+        """Sizes and blocks now; counts since the start. `ssd_volumes` are those in use."""
+        with self._lock:
+            gauges = {
+                "ssd_capacity_bytes": sum(volume.extents.capacity for volume in self._volumes),
+                "ssd_used_bytes": sum(volume.extents.used for volume in self._volumes),
+                "ssd_blocks": len(self._shelved),
+                "ssd_volumes": sum(not volume.is_lost for volume in self._volumes),
+                "ssd_lost_volumes": sum(volume.is_lost for volume in self._volumes),
+            }
+            return {name: float(value) for name, value in (gauges | self._counts).items()}
+
+    def check_integrity(self) -> None:
+        """The caller has the lock. Raises AssertionError where blocks and bytes do not add up."""
+        writing = list(self._blocks.saving.values())
+        assert all(block.saving and block.resident for block in writing)
+        for number, volume in enumerate(self._volumes):
+            volume.extents.check_integrity()
+            volume.lru.check_integrity()
+            own = [shelved for shelved in self._shelved.values() if shelved.volume == number]
+            assert {shelved.name for shelved in own} == {s.name for s in own if s.name in volume.lru}
+            assert len(volume.lru) == len(own)
+            used = sum(shelved.nbytes for shelved in own)
+            assert used == volume.lru.bytes
+            assert used <= volume.extents.used <= used + sum(page_aligned(block.nbytes) for block in writing)
+
+    def _allocate(self, volume: _Volume, size: int, removed: list[Shelved]) -> int | None:
+        if size > volume.extents.free + volume.lru.evictable_bytes:
+            return None
+        offset = volume.extents.allocate(size)
+        while offset is None:
+            victims = volume.lru.victims(size)
+            if not victims:
+                return None
+            for name in victims:
+                shelved = self._shelved[name]
+                self._remove(volume, shelved)
+                removed.append(shelved)
+                self._counts["ssd_evictions"] += 1
+                offset = volume.extents.allocate(size)
+                if offset is not None:
+                    break
+        return offset
+
+    def _add(self, volume: _Volume, shelved: Shelved) -> None:
+        self._shelved[shelved.name] = shelved
+        volume.lru.add(shelved.name, shelved.nbytes)
+
+    def _remove(self, volume: _Volume, shelved: Shelved) -> None:
+        volume.lru.remove(shelved.name)
+        volume.extents.release(shelved.offset)
+        del self._shelved[shelved.name]
+        self._note(Change(False, shelved.name, Tier.SSD))

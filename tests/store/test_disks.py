@@ -1,0 +1,349 @@
+"""Disks that lie, fail, fill up and stand still; indexes that were cut, scratched, or written by the future."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from moonpool.core.vocabulary import BlockKey, KeySpace, KeySpaceId
+from moonpool.errors import ConfigError
+from moonpool.messenger.transfer import Bytes
+from moonpool.store.index import Index, recover
+from moonpool.store.slab import Slab
+
+from .kit import BLOCK, SECONDS, bytes_of, eventually, keys_of
+from .tiered import Tiered
+
+KEYS = keys_of("a", 24)
+
+
+class FaultySlab(Slab):
+    """A slab whose operations fail, or wait, when it is told so."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        super().__init__(path, nbytes)
+        self.fail_reads: OSError | None = None
+        self.fail_writes: OSError | None = None
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+
+    def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
+        self.may_go_on.wait(SECONDS)
+        if self.fail_writes is not None:
+            super().write(offset, buffers[: len(buffers) // 2])
+            raise self.fail_writes
+        super().write(offset, buffers)
+
+    def read(self, offset: int, buffers: Sequence[Bytes]) -> None:
+        self.may_go_on.wait(SECONDS)
+        if self.fail_reads is not None:
+            raise self.fail_reads
+        super().read(offset, buffers)
+
+
+@pytest.fixture
+def faulty(tmp_path: Path) -> Callable[[Path, int], FaultySlab]:
+    made: list[FaultySlab] = []
+
+    def make(path: Path, nbytes: int) -> FaultySlab:
+        if not made:
+            made.append(FaultySlab(path, nbytes))
+        return made[0]
+
+    return make
+
+
+def on_ssd_only(tiered: Tiered, keys: Sequence[BlockKey]) -> list[BlockKey]:
+    _, found = zip(*[tiered.ledger.shelf.borrow(tiered.space.id, [key]) for key in keys], strict=True)
+    borrowed = [shelved for each in found for _, shelved in each]
+    tiered.ledger.shelf.give_back(borrowed)
+    return [shelved.key for shelved in borrowed]
+
+
+def exact(tiered: Tiered, keys: Sequence[BlockKey]) -> int:
+    """How many are served; each that is, exactly."""
+    got = {key: tiered.get(key) for key in keys}
+    assert all(data == bytes(bytes_of(key)) for key, data in got.items() if data is not None)
+    return sum(data is not None for data in got.values())
+
+
+def test_it_survives_a_restart_and_says_how_it_writes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    with Tiered(tmp_path) as tiered:
+        tiered.put_gently(KEYS)
+        saved = int(tiered.count("ssd_blocks"))
+    assert "O_DIRECT" in caplog.text
+    with Tiered(tmp_path) as again:
+        assert again.count("ssd_blocks") == saved >= len(KEYS) - 8
+        assert exact(again, KEYS) == saved
+
+
+def test_it_works_without_o_direct(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    really_open = os.open
+
+    def refuse(path: str | Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return really_open(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with Tiered(tmp_path) as tiered:
+        tiered.put_gently(KEYS)
+        assert exact(tiered, KEYS) == len(KEYS)
+    assert "through the page cache" in caplog.text
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_flipped_byte_of_the_slab_is_a_miss_and_counted(tmp_path: Path, seed: int) -> None:
+    with Tiered(tmp_path) as tiered:
+        tiered.put_gently(KEYS)
+        victims = on_ssd_only(tiered, KEYS)
+        used = int(tiered.count("ssd_used_bytes"))
+        flip(tmp_path / "slab", random.Random(seed).randrange(used))
+        served = exact(tiered, victims)
+        assert served >= len(victims) - 1
+        bad = len(victims) - served
+        assert tiered.count("ssd_checksum_failures") == bad
+        assert exact(tiered, [key for key in victims if tiered.get(key) is None]) == 0, "a damaged block stays away"
+
+
+def test_a_damaged_block_is_withdrawn_and_can_be_put_again(tmp_path: Path) -> None:
+    with Tiered(tmp_path) as tiered:
+        tiered.put_gently(KEYS)
+        [key, *_] = on_ssd_only(tiered, KEYS)
+        tiered.ssd_changes()
+        [(_, shelved)] = tiered.ledger.shelf.borrow(tiered.space.id, [key])[1]
+        tiered.ledger.shelf.give_back([shelved])
+        flip(tmp_path / "slab", shelved.offset + 5000)
+        assert tiered.get(key) is None
+        assert [change.keys for change in tiered.ssd_changes() if type(change).__name__ == "BlocksRemoved"] == [(key,)]
+        tiered.put_gently([key])
+        assert tiered.get(key) == bytes(bytes_of(key))
+    with Tiered(tmp_path) as again:
+        assert exact(again, KEYS) == again.count("ssd_blocks")
+        assert again.count("ssd_checksum_failures") == 0, "the index was told of the damaged one"
+
+
+def test_read_errors_are_misses_and_then_dram_goes_on_alone(
+    tmp_path: Path, faulty: Callable[[Path, int], FaultySlab], caplog: pytest.LogCaptureFixture
+) -> None:
+    with Tiered(tmp_path, open_slab=faulty) as tiered:
+        tiered.put_gently(KEYS)
+        cold = on_ssd_only(tiered, KEYS)
+        slab = faulty(tmp_path, 0)
+        slab.fail_reads = OSError(errno.EIO, "Input/output error")
+        assert tiered.get(cold[0]) is None
+        slab.fail_reads = None
+        assert tiered.get(cold[0]) == bytes(bytes_of(cold[0])), "one error is not the end"
+        slab.fail_reads = OSError(errno.EIO, "Input/output error")
+        assert exact(tiered, cold[1:]) == 0
+        assert_dram_alone(tiered, caplog)
+
+
+def test_a_full_disk_loses_nothing_that_was_saved_and_then_dram_goes_on_alone(
+    tmp_path: Path, faulty: Callable[[Path, int], FaultySlab], caplog: pytest.LogCaptureFixture
+) -> None:
+    with Tiered(tmp_path, open_slab=faulty) as tiered:
+        tiered.put_gently(KEYS[:12])
+        saved = on_ssd_only(tiered, KEYS[:12])
+        faulty(tmp_path, 0).fail_writes = OSError(errno.ENOSPC, "No space left on device")
+        tiered.put([KEYS[12]])
+        eventually(lambda: tiered.count("ssd_errors") == 1, "the disk is full")
+        assert exact(tiered, saved[:1]) == 1
+        for key in keys_of("more", 30):
+            tiered.put([key])
+            eventually(lambda: not tiered.ledger._blocks.saving, "the write ends")
+        eventually(lambda: tiered.count("ssd_lost_volumes") == 1, "the disk is given up")
+        assert_dram_alone(tiered, caplog)
+
+
+def test_a_disk_that_stands_still_holds_nobody_up(
+    tmp_path: Path, faulty: Callable[[Path, int], FaultySlab], caplog: pytest.LogCaptureFixture
+) -> None:
+    with Tiered(tmp_path, stall_seconds=0.2, open_slab=faulty) as tiered:
+        tiered.put_gently(KEYS)
+        cold = on_ssd_only(tiered, KEYS)
+        slab = faulty(tmp_path, 0)
+        slab.may_go_on.clear()
+        try:
+            began = time.monotonic()
+            assert tiered.get(cold[0], seconds=0.3) is None
+            assert time.monotonic() - began < 2.0
+            tiered.disks.check(time.monotonic())
+            assert_dram_alone(tiered, caplog)
+        finally:
+            slab.may_go_on.set()
+        eventually(lambda: tiered.count("rooms") == 0, "what the read was to fill is free when it has ended")
+
+
+def assert_dram_alone(tiered: Tiered, caplog: pytest.LogCaptureFixture) -> None:
+    assert tiered.count("ssd_lost_volumes") == 1
+    assert tiered.count("ssd_blocks") == 0
+    assert "is given up until this node restarts" in caplog.text
+    known: set[BlockKey] = set()
+    for change in tiered.ssd_changes():
+        (known.update if type(change).__name__ == "BlocksStored" else known.difference_update)(change.keys)
+    assert not known, "the directory was told"
+    fresh = keys_of("fresh", 20)
+    for key in fresh:
+        tiered.put([key])
+        assert tiered.get(key) == bytes(bytes_of(key))
+
+
+def test_a_block_is_loaded_once_for_all_who_ask(tmp_path: Path) -> None:
+    with Tiered(tmp_path) as tiered:
+        tiered.put_gently(KEYS)
+        [key, *_] = on_ssd_only(tiered, KEYS)
+        read = tiered.count("ssd_read_bytes")
+
+        async def ask() -> list[bytes | None]:
+            return await asyncio.gather(*[tiered.get_later(key) for _ in range(5)])
+
+        assert asyncio.run(ask()) == [bytes(bytes_of(key))] * 5
+        assert tiered.count("ssd_read_bytes") - read == BLOCK
+
+
+def test_a_loader_that_is_cancelled_holds_nothing(tmp_path: Path, faulty: Callable[[Path, int], FaultySlab]) -> None:
+    with Tiered(tmp_path, open_slab=faulty) as tiered:
+        tiered.put_gently(KEYS)
+        [key, *_] = on_ssd_only(tiered, KEYS)
+        slab = faulty(tmp_path, 0)
+        slab.may_go_on.clear()
+
+        async def ask_and_leave() -> None:
+            task = asyncio.create_task(tiered.get_later(key))
+            await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        asyncio.run(ask_and_leave())
+        assert tiered.count("rooms") == 1, "the read still writes into it"
+        slab.may_go_on.set()
+        eventually(lambda: tiered.count("rooms") == 0, "the room ends with the read")
+
+
+@pytest.mark.parametrize("cut", [1, 40, 0.3, 0.7, 0.999])
+def test_a_cut_index_serves_what_is_whole(tmp_path: Path, cut: float, caplog: pytest.LogCaptureFixture) -> None:
+    with Tiered(tmp_path) as tiered:
+        tiered.put_gently(KEYS)
+        saved = tiered.count("ssd_blocks")
+    index = tmp_path / "index"
+    size = index.stat().st_size
+    os.truncate(index, int(cut if cut >= 1 else size * cut))
+    with Tiered(tmp_path) as again:
+        assert again.count("ssd_blocks") < saved
+        assert exact(again, KEYS) == again.count("ssd_blocks")
+        assert (again.count("ssd_blocks") > 0) == (0.2 < cut < 1)
+    assert "dropped" in caplog.text
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_flipped_byte_of_the_index_costs_one_entry(tmp_path: Path, seed: int) -> None:
+    with Tiered(tmp_path) as tiered:
+        tiered.put_gently(KEYS)
+        saved = tiered.count("ssd_blocks")
+    index = tmp_path / "index"
+    # Beyond header and key space: those are needed by all.
+    flip(index, random.Random(seed).randrange(150, index.stat().st_size))
+    with Tiered(tmp_path) as again:
+        assert again.count("ssd_blocks") >= saved - 1
+        assert exact(again, KEYS) == again.count("ssd_blocks")
+
+
+def test_an_index_of_a_newer_version_is_not_believed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Tiered(tmp_path) as tiered:
+        tiered.put_gently(KEYS)
+    data = (tmp_path / "index").read_bytes()
+    (tmp_path / "index").write_bytes(data[:14] + struct.pack("<H", 2) + data[16:])
+    with Tiered(tmp_path) as again:
+        assert again.count("ssd_blocks") == 0
+        again.put_gently(KEYS)
+        assert exact(again, KEYS) == len(KEYS)
+    assert "it is of version 2, this is Moonpool's version 1" in caplog.text
+
+
+def test_a_smaller_slab_keeps_what_lies_within(tmp_path: Path) -> None:
+    with Tiered(tmp_path) as tiered:
+        tiered.put_gently(KEYS)
+    with Tiered(tmp_path, ssd_blocks=10) as again:
+        assert 0 < again.count("ssd_blocks") <= 10
+        assert exact(again, KEYS) == again.count("ssd_blocks")
+
+
+def test_an_index_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moonpool.store.index.WASTE_RECORDS", 20)
+    with Tiered(tmp_path, ssd_blocks=8) as tiered:
+        for name in "bcdefgh":
+            tiered.put_gently(keys_of(name, 24))
+        assert (tmp_path / "index").stat().st_size < 60 * 120
+        saved = tiered.count("ssd_blocks")
+    with Tiered(tmp_path, ssd_blocks=8) as again:
+        assert again.count("ssd_blocks") == saved
+        assert exact(again, keys_of("h", 24)) == saved
+
+
+def test_an_append_that_fails_leaves_no_half_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Tiered(tmp_path) as tiered:
+        write, failed = Index._write, []
+
+        def fail_once(index: Index, data: bytes) -> None:
+            if not failed:
+                failed.append(True)
+                write(index, data[: len(data) // 2])
+                raise OSError(errno.ENOSPC, "No space left on device")
+            write(index, data)
+
+        monkeypatch.setattr(Index, "_write", fail_once)
+        for key in KEYS:
+            tiered.put([key])
+        eventually(lambda: bool(failed) and tiered.count("ssd_saves") > 0, "it went on")
+    assert not recover(tmp_path / "index", 64 * BLOCK).losses
+
+
+def test_two_nodes_do_not_share_a_directory(tmp_path: Path) -> None:
+    with Tiered(tmp_path), pytest.raises(ConfigError, match=r"another node uses .*--ssd-dir"):
+        Tiered(tmp_path)
+
+
+def test_a_slab_larger_than_its_disk_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no slab of .* MiB at .*--ssd-per-node"):
+        Slab(tmp_path / "slab", 1 << 50)
+
+
+def test_blocks_of_another_shape_are_not_loaded(tmp_path: Path) -> None:
+    """The same id with another layout: a mistake of a client, which must not become wrong bytes."""
+    with Tiered(tmp_path) as tiered:
+        tiered.put_gently(KEYS)
+    other = KeySpace(KeySpaceId("aa" * 16), block_tokens=16, runs=8, run_bytes=2048)
+    with Tiered(tmp_path, space=other) as again:
+        assert [again.get(key) for key in KEYS] == [None] * len(KEYS)
+
+
+def test_an_ssd_smaller_than_dram_comes_to_rest(tmp_path: Path) -> None:
+    """No block is saved in place of one that then wants to be saved again."""
+    with Tiered(tmp_path, dram_blocks=16, ssd_blocks=6) as tiered:
+        tiered.put_gently(KEYS)
+        eventually(lambda: tiered.count("ssd_evictions") > 0, "the SSD is full")
+        time.sleep(0.3)  # a thousand saves, if it goes round in circles
+        assert tiered.count("ssd_saves") <= len(KEYS)
+
+
+def flip(path: Path, position: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(position)
+        [byte] = file.read(1)
+        file.seek(position)
+        file.write(bytes([byte ^ 0x40]))
