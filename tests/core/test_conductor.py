@@ -475,7 +475,7 @@ def test_what_can_never_fit_is_refused_at_once_with_both_numbers() -> None:
     cases = (
         (arrival("context", 1000, 100), RejectReason.CONTEXT, ("1000", "100", "1024")),
         (arrival("pages", 900, 124), None, ()),
-        (arrival("bytes", 200, 8), RejectReason.KV_ROOM, (str(8 * SPACE.block_bytes),)),
+        (arrival("bytes", 200, 8), RejectReason.NEVER_FITS, (str(8 * SPACE.block_bytes),)),
     )
     for event, reason, words in cases:
         (reject,) = d.tell(event)
@@ -490,7 +490,7 @@ def test_more_pages_than_any_instance_has_are_refused() -> None:
     d.tell(worker(D, 0, pages=5))
     (reject,) = d.tell(arrival("a", 70, 20))
     assert isinstance(reject, act.Reject)
-    assert reject.reason is RejectReason.KV_ROOM
+    assert reject.reason is RejectReason.NEVER_FITS
     assert "6" in reject.message
     assert "5" in reject.message
     assert kinds(d.tell(arrival("b", 70, 10))) == ["ReserveRoom"], "it fits exactly"
@@ -615,6 +615,13 @@ def test_held_requests_are_served_in_order_of_arrival() -> None:
 
 
 # Fleet news and the directory
+
+
+@pytest.mark.parametrize(("dram_blocks", "pages", "blocks"), [(20, 30, 20), (40, 30, 30), (90, 90, 64)])
+def test_the_context_is_no_longer_than_arena_and_pages(dram_blocks: int, pages: int, blocks: int) -> None:
+    d = desk(decode=0, dram=dram_blocks * SPACE.block_bytes)
+    d.tell(worker(D, 0, pages=pages))
+    assert d.news[-1].context_tokens == blocks * SPACE.block_tokens
 
 
 def test_everyone_hears_of_every_change_and_a_newcomer_of_all() -> None:

@@ -1,13 +1,9 @@
-"""What workers remember of requests and gateways."""
+"""What workers remember of requests."""
 
 from __future__ import annotations
 
-from moonpool.core.vocabulary import Incarnation, PartId, Peer, RequestId
-from moonpool.live.worker import GATEWAY_SECONDS, REMEMBERED_ENDINGS, Absences, Endings
-
-
-def gateway(n: int) -> Peer:
-    return Peer(PartId("gateway-0"), Incarnation(str(n)), "tcp://127.0.0.1:1")
+from moonpool.core.vocabulary import RequestId
+from moonpool.live.worker import REMEMBERED_ENDINGS, Endings
 
 
 def test_an_attempt_that_ended_covers_the_earlier_ones() -> None:
@@ -26,11 +22,3 @@ def test_memory_of_endings_is_bounded() -> None:
         endings.add(RequestId(str(n)), 1)
     assert not endings.has(RequestId("0"), 1)
     assert endings.has(RequestId(str(REMEMBERED_ENDINGS)), 1)
-
-
-def test_a_gateway_is_gone_only_after_an_unbroken_absence() -> None:
-    absences = Absences()
-    assert absences.over({gateway(1)}, 0.0) == []
-    assert absences.over(set(), GATEWAY_SECONDS - 1) == [], "it came back"
-    assert absences.over({gateway(1)}, GATEWAY_SECONDS + 1) == []
-    assert absences.over({gateway(1), gateway(2)}, 2 * GATEWAY_SECONDS + 1) == [gateway(1)]

@@ -17,9 +17,20 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from moonpool.core.actions import FleetChanged, ReleaseRoom, ReserveRoom
+from moonpool.core.actions import FleetChanged, FleetPart, ReleaseRoom, ReserveRoom
 from moonpool.core.events import Registered, RoomConfirmed, RoomRefused
-from moonpool.core.vocabulary import BlockKey, KeySpace, KeySpaceId, NodePeer, PartId, PartKind, Peer, RequestId
+from moonpool.core.vocabulary import (
+    BlockKey,
+    Capacity,
+    Incarnation,
+    KeySpace,
+    KeySpaceId,
+    NodePeer,
+    PartId,
+    PartKind,
+    Peer,
+    RequestId,
+)
 from moonpool.messenger.transfer import Bytes, RoomWrite, checksum
 from moonpool.store.client import NodeClient, Room
 from moonpool.store.node import NodeConfig, run_node
@@ -30,8 +41,11 @@ T = TypeVar("T")
 M = TypeVar("M")
 NodeProcess = tuple[NodePeer, subprocess.Popen[bytes]]
 
-SECONDS = 10.0
+SECONDS = 20.0
 """The most that any wait of a test takes."""
+GATEWAY = Peer(PartId("gateway-0"), Incarnation("here"), "tcp://127.0.0.1:9")
+"""In the fleet, as far as nodes hear."""
+GATEWAY_PART = FleetPart(PartKind.GATEWAY, GATEWAY, Capacity(), None, "")
 SPACE = KeySpace(KeySpaceId("aa" * 16), block_tokens=16, runs=4, run_bytes=4096)
 BLOCK = SPACE.block_bytes
 
@@ -177,8 +191,10 @@ class Conductor:
         attempt: int = 1,
         time_left: float = 60.0,
         space: KeySpace = SPACE,
+        gateway: Peer | None = None,
     ) -> RoomConfirmed | RoomRefused:
-        order = ReserveRoom(node, RequestId(request), attempt, space, tuple(keys), tail_tokens, time_left)
+        whose = gateway or GATEWAY
+        order = ReserveRoom(node, RequestId(request), attempt, whose, space, tuple(keys), tail_tokens, time_left)
         self.tell(node, order)
 
         def answers(m: RoomConfirmed | RoomRefused) -> bool:
@@ -223,7 +239,7 @@ class Conductor:
             if isinstance(envelope.body, Registered) and envelope.body.kind is PartKind.NODE:
                 r = envelope.body
                 peer = NodePeer(r.peer.id, r.peer.incarnation, r.peer.address, r.data_address, r.socket_path)
-                self.link.post(r.peer, FleetChanged(r.peer, (), (peer,), (), 0))
+                self.link.post(r.peer, FleetChanged(r.peer, (GATEWAY_PART,), (peer,), (), 0))
                 with self._changed:
                     self.nodes[r.peer.id] = peer
             with self._changed:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from moonpool.core.actions import SendSnapshot
 from moonpool.core.events import BlocksRemoved, BlocksStored, RoomConfirmed, RoomRefused, Snapshot
-from moonpool.core.vocabulary import BlockKey, KeySpace, KeySpaceId, NodePeer, RequestId
+from moonpool.core.vocabulary import BlockKey, Incarnation, KeySpace, KeySpaceId, NodePeer, RequestId
 from moonpool.errors import ConfigError, PoolError
 from moonpool.messenger.tcp import TcpMessenger
 from moonpool.messenger.transfer import TAIL
@@ -24,6 +25,7 @@ from moonpool.store.views import RoomContents
 
 from .kit import (
     BLOCK,
+    GATEWAY,
     SECONDS,
     SPACE,
     ClientProcess,
@@ -163,6 +165,17 @@ def test_waiting_ends_with_the_time_and_the_room_with_its_own(conductor: Conduct
     assert client.await_room(R, 1, 0.01).result(SECONDS) is None
     assert client.await_room(RequestId("unknown"), 1, 60).result(SECONDS) is None
     eventually(lambda: client.stats().result(SECONDS)["rooms"] == 0, "the room expires")
+
+
+def test_a_room_ends_with_its_gateway_unless_somebody_uses_it(conductor: Conductor, node: NodePeer, join: Join) -> None:
+    gone = replace(GATEWAY, incarnation=Incarnation("gone"))
+    client = join(node)
+    for n, gateway in enumerate((gone, gone, GATEWAY)):
+        conductor.reserve(node, f"g-{n}", keys_of(f"g{n}", 1), gateway=gateway)
+    writer = client.join_room(RequestId("g-0"), 1).result(SECONDS)
+    eventually(lambda: client.stats().result(SECONDS)["rooms"] == 2, "the room that nobody uses ends")
+    assert not writer.ended
+    assert client.join_room(RequestId("g-2"), 1).result(SECONDS)
 
 
 def test_two_clients_put_the_same_key(conductor: Conductor, node: NodePeer, join: Join) -> None:

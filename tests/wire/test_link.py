@@ -14,7 +14,7 @@ from moonpool.core.events import Lost, Registered, Reported
 from moonpool.core.vocabulary import Incarnation, PartId, PartKind, Peer
 from moonpool.errors import ConfigError, PeerUnavailableError
 from moonpool.wire.link import Link
-from moonpool.wire.membership import Membership
+from moonpool.wire.membership import ABSENCE_SECONDS, Absences, Membership
 from moonpool.wire.messages import Envelope
 
 TOKEN = "a-cluster-token-of-enough-length"
@@ -170,3 +170,15 @@ def test_joining_nobody_ends_with_a_reason() -> None:
                 await m.join(timeout=1.5)
 
     asyncio.run(run())
+
+
+def gateway(n: int) -> Peer:
+    return Peer(PartId("gateway-0"), Incarnation(str(n)), "tcp://127.0.0.1:1")
+
+
+def test_a_gateway_is_gone_only_after_an_unbroken_absence() -> None:
+    absences = Absences()
+    assert absences.over({gateway(1)}, 0.0) == []
+    assert absences.over(set(), ABSENCE_SECONDS - 1) == [], "it came back"
+    assert absences.over({gateway(1)}, ABSENCE_SECONDS + 1) == []
+    assert absences.over({gateway(1), gateway(2)}, 2 * ABSENCE_SECONDS + 1) == [gateway(1)]

@@ -84,11 +84,12 @@ class Cancel(Struct, frozen=True, tag=True):
 
 
 class ReserveRoom(Struct, frozen=True, tag=True):
-    """To the decode node: room for all of a prompt's KV, all or nothing."""
+    """To the decode node: room for all of a prompt's KV or nothing. Unused, it ends with its gateway."""
 
     node: NodePeer
     request: RequestId
     attempt: int
+    gateway: Peer
     space: KeySpace
     keys: tuple[BlockKey, ...]
     tail_tokens: int

@@ -94,7 +94,7 @@ def check_room(what: str, needed: int, limit: int) -> Refusal | None:
     if needed <= limit:
         return None
     return Refusal(
-        RejectReason.KV_ROOM,
+        RejectReason.NEVER_FITS,
         f"the request needs {needed} {what}, the largest has {limit}; "
         "shorten the prompt, ask for fewer tokens, or give the cluster more memory",
     )

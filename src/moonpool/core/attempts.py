@@ -144,7 +144,10 @@ class Attempts:
         tail = request.arrived.prompt_tokens % options.space.block_tokens
         node = self._fleet.nodes[choice.decode.node].peer
         left = request.deadline - now
-        self._out.append(act.ReserveRoom(node, request.id, request.attempt, options.space, options.keys, tail, left))
+        order = act.ReserveRoom(
+            node, request.id, request.attempt, request.arrived.gateway, options.space, options.keys, tail, left
+        )
+        self._out.append(order)
 
     def room_confirmed(self, event: ev.RoomConfirmed, now: float) -> None:
         if self._fleet.find(event.node, event.incarnation) is None:

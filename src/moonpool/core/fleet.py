@@ -235,9 +235,14 @@ class Fleet:
 
     @property
     def context_tokens(self) -> int:
-        """The longest prompt + output that some prefill and some decode instance both take."""
-        prefill = max((p.part.capacity.context_tokens for p in self.prefill.values()), default=0)
-        return min(prefill, max((d.part.capacity.context_tokens for d in self.decode.values()), default=0))
+        """The longest prompt + output that some prefill and some decode instance both take, pages and arena counted."""
+        prefill = max((_longest(p) for p in self.prefill.values()), default=0)
+        decode = 0
+        for load in self.decode.values():
+            node = self.nodes.get(load.part.node_id)
+            arena = node.part.capacity.dram_bytes if node is not None else 0
+            decode = max(decode, min(_longest(load), arena // load.space.block_bytes * load.space.block_tokens))
+        return min(prefill, decode)
 
     def announcement(self, to: Peer) -> FleetChanged:
         parts = sorted(self.parts.values(), key=lambda p: p.id)
@@ -269,6 +274,12 @@ class Fleet:
             assert all(share.pages > 0 for share in decode.assigned.values())
         for node in self.nodes.values():
             assert all(n >= 0 for n in (*node.rooms.values(), *node.sending.values()))
+
+
+def _longest(load: PrefillLoad | DecodeLoad) -> int:
+    """Tokens of the longest sequence that its context and its pages take; 0 pages: unknown."""
+    capacity = load.part.capacity
+    return min(capacity.context_tokens, capacity.pages * load.space.block_tokens or capacity.context_tokens)
 
 
 def _serves(part: Part, model: str) -> bool:

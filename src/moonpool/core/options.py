@@ -88,7 +88,7 @@ def never_fits(request: Request, fleet: Fleet, prefill: list[PrefillLoad], decod
     )
     if refusal is None and not able:
         message = f"no single instance has context, pages and node memory for {total} tokens; shorten the request"
-        return Refusal(RejectReason.KV_ROOM, message)
+        return Refusal(RejectReason.NEVER_FITS, message)
     return refusal
 
 

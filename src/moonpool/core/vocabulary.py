@@ -113,5 +113,6 @@ class RejectReason(enum.Enum):
     NO_INSTANCE = "no-instance"
     CONTEXT = "context"
     KV_ROOM = "kv-room"
+    NEVER_FITS = "never-fits"
     DEADLINE = "deadline"
     ATTEMPTS = "attempts"

@@ -17,7 +17,7 @@ from moonpool.engine.engine import Engine
 from moonpool.errors import ConfigError, MoonpoolError, PoolError
 from moonpool.store.client import NodeClient
 from moonpool.wire.link import Link
-from moonpool.wire.membership import Membership
+from moonpool.wire.membership import Absences, Membership
 from moonpool.wire.messages import Envelope
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,6 @@ T = TypeVar("T")
 NODE_SECONDS = 60.0
 REMEMBERED_ENDINGS = 10_000
 WATCH_SECONDS = 1.0
-GATEWAY_SECONDS = 5.0
 
 
 class Endings:
@@ -85,18 +84,6 @@ async def in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
     except asyncio.CancelledError:
         await asyncio.wait([running])
         raise
-
-
-class Absences:
-    """Who has been away for GATEWAY_SECONDS: shorter, and it may only be registering with a new Conductor."""
-
-    def __init__(self) -> None:
-        self._since: dict[Peer, float] = {}
-
-    def over(self, absent: set[Peer], now: float) -> list[Peer]:
-        """Those of `absent` that have been in every call for so long."""
-        self._since = {peer: self._since.get(peer, now) for peer in absent}
-        return [peer for peer, since in self._since.items() if now - since >= GATEWAY_SECONDS]
 
 
 class Books:
@@ -185,9 +172,7 @@ class WorkerLife:
             absences = Absences()
             while True:
                 await asyncio.sleep(WATCH_SECONDS)
-                fleet = self._membership.fleet
-                there = {part.peer for part in fleet.parts} if fleet is not None else set()
-                for gateway in absences.over(gateways() - there, loop.time()):
+                for gateway in absences.over(gateways() - self._membership.there(), loop.time()):
                     log.warning("%s (%s) is gone: its requests are dropped", gateway.id, gateway.incarnation)
                     drop(gateway)
 

@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NewType
 
 from moonpool.core.events import BlocksRemoved, BlocksStored, Snapshot
-from moonpool.core.vocabulary import BLOCK_KEY_BYTES, BlockKey, Incarnation, KeySpace, KeySpaceId, PartId, RequestId
+from moonpool.core.vocabulary import (
+    BLOCK_KEY_BYTES,
+    BlockKey,
+    Incarnation,
+    KeySpace,
+    KeySpaceId,
+    PartId,
+    Peer,
+    RequestId,
+)
 from moonpool.errors import PoolError
 from moonpool.store.announcements import Announcements
 from moonpool.store.blocks import Block, Blocks
@@ -120,6 +129,7 @@ class Ledger:
         keys: Sequence[BlockKey],
         tail_tokens: int,
         expires: float,
+        gateway: Peer | None = None,
     ) -> tuple[int, ...]:
         """A hand-over room, whole or not at all: the indices of the keys that are lacking. Raises PoolError."""
         with self._lock:
@@ -137,6 +147,7 @@ class Ledger:
                 )
             room.reserved = request, attempt
             room.expires = expires
+            room.gateway = gateway
             self._reserved[request, attempt] = room
             return room.lacking
 
@@ -229,13 +240,21 @@ class Ledger:
                 if client in room.writers or client in room.readers:
                     self._leave(room, client)
 
-    def expire(self, now: float) -> int:
-        """End the hand-over rooms whose time is over and that no local client is bound to; their number."""
+    def gateways(self) -> set[Peer]:
+        """Whose requests have hand-over rooms here."""
+        with self._lock:
+            return {room.gateway for room in self._reserved.values() if room.gateway is not None}
+
+    def expire(self, now: float, lost: Collection[Peer] = ()) -> int:
+        """End the hand-over rooms whose time is over, or whose gateway is `lost`, and that no local client is bound to.
+
+        Returns their number.
+        """
         with self._lock:
             late = [
                 room
                 for room in self._reserved.values()
-                if room.expires <= now and not (room.writers or room.readers or room.waiters)
+                if (room.expires <= now or room.gateway in lost) and not (room.writers or room.readers or room.waiters)
             ]
             for room in late:
                 self._end(room)

@@ -29,7 +29,7 @@ from moonpool.store.messages import Welcome
 from moonpool.store.rooms import ClientId, RoomId
 from moonpool.store.server import HoldingRules, LocalServer, listen
 from moonpool.wire.link import Link
-from moonpool.wire.membership import Membership
+from moonpool.wire.membership import Absences, Membership
 from moonpool.wire.messages import Envelope, Message
 
 log = logging.getLogger(__name__)
@@ -229,6 +229,7 @@ class _Node:
                 order.keys,
                 order.tail_tokens,
                 time.monotonic() + order.time_left,
+                order.gateway,
             )
         except PoolError as e:
             log.info("room of %s attempt %d refused: %s", order.request, order.attempt, e)
@@ -253,10 +254,13 @@ class _Node:
                     is_reachable = True
 
     async def _expire(self) -> None:
+        absences = Absences()
         while True:
             await asyncio.sleep(EXPIRY_SECONDS)
-            if expired := self.ledger.expire(time.monotonic()):
-                log.warning("%d rooms ended: their time was over and nobody had taken them", expired)
+            now = time.monotonic()
+            lost = absences.over(self.ledger.gateways() - self.membership.there(), now)
+            if expired := self.ledger.expire(now, lost):
+                log.warning("%d rooms ended: their time was over or their gateway gone, and nobody used them", expired)
             self.clients.end_overdue()
             self.disks.check(time.monotonic())
 

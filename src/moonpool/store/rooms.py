@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NewType
 
-from moonpool.core.vocabulary import BlockKey, KeySpace, RequestId
+from moonpool.core.vocabulary import BlockKey, KeySpace, Peer, RequestId
 from moonpool.errors import PoolError
 from moonpool.messenger.transfer import TAIL
 from moonpool.store.blocks import Block, Blocks
@@ -34,6 +34,8 @@ class Room:
     tail_tokens: int
     reserved: tuple[RequestId, int] | None = None
     """(request, attempt) of a hand-over room; None: a caching room."""
+    gateway: Peer | None = None
+    """Hand-over rooms: whose request it is."""
     expires: float = 0.0
     """Hand-over rooms: when it ends if no local client is bound to it (monotonic)."""
     writers: set[ClientId] = field(default_factory=set)

@@ -199,8 +199,9 @@ class Session:
                 return Audited(call.serial)
 
     async def _await_room(self, call: AwaitRoom) -> None:
+        seconds = call.time_left if 0 <= call.time_left <= LONGEST_SECONDS else LONGEST_SECONDS
         waiter = self._ledger.await_room(self._client, call.request, call.attempt)
-        timer = self._loop.call_later(min(call.time_left, LONGEST_SECONDS), self._ledger.give_up, waiter)
+        timer = self._loop.call_later(seconds, self._ledger.give_up, waiter)
         try:
             room = await asyncio.wrap_future(waiter)
         finally:

@@ -19,7 +19,20 @@ HEARTBEAT_SECONDS = 0.5
 COUNTERS_EVERY = 2
 """Heartbeats between two `Counters`."""
 ANSWER_SECONDS = 5.0
+ABSENCE_SECONDS = 5.0
 JOIN_SECONDS = 60.0
+
+
+class Absences:
+    """Who has been away for ABSENCE_SECONDS: shorter, and it may only be registering with a new Conductor."""
+
+    def __init__(self) -> None:
+        self._since: dict[Peer, float] = {}
+
+    def over(self, absent: set[Peer], now: float) -> list[Peer]:
+        """Those of `absent` that have been in every call for so long."""
+        self._since = {peer: self._since.get(peer, now) for peer in absent}
+        return [peer for peer, since in self._since.items() if now - since >= ABSENCE_SECONDS]
 
 
 class Membership:
@@ -100,6 +113,10 @@ class Membership:
                 return True
             case _:
                 return False
+
+    def there(self) -> set[Peer]:
+        """All parts of the fleet, as last heard."""
+        return set() if self.fleet is None else {part.peer for part in self.fleet.parts}
 
     def register_again(self) -> None:
         """Tell the Conductor what this part is now (its description has changed, or was asked for)."""
