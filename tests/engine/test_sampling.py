@@ -9,6 +9,8 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -18,6 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from moonpool.engine import sampling as module
 from moonpool.engine.engine import Draw, Row
 from moonpool.engine.sampling import draw, pick, uniform
 from moonpool.wire.messages import Sampling
@@ -230,3 +233,63 @@ def test_a_temperature_near_zero_is_greedy() -> None:
     logits = logits_of(2)
     assert one(Sampling(seed=5, temperature=1e-9), logits, [1]).token == int(logits.argmax())
     assert one(Sampling(seed=5, temperature=1e-4), logits, [1]).token == int(logits.argmax())
+
+
+EXTREMES = (0.0, -0.0, 1e-45, -1e-30, 1.0, -1.0, 1e30, -1e30, 3.4e38, -3.4e38, math.inf, -math.inf, math.nan)
+PENALTIES = (1e-320, 1e-45, 1e-40, 1e-9, 1.0, 1e9, 1e38, 1e300)
+
+any_logits = st.lists(st.sampled_from(EXTREMES) | st.floats(width=32), min_size=10, max_size=10)
+any_sampling = st.builds(
+    Sampling,
+    seed=st.integers(0, 2**63),
+    temperature=st.sampled_from((0.0, 5e-324, 1e-5, 1.1e-5, 1.0, 2.0, 1e300)) | st.floats(0, 2),
+    top_p=st.sampled_from((5e-324, 1e-9, 0.9, 1.0)) | st.floats(0, 1),
+    top_k=st.integers(-1, 12) | st.just(2**62),
+    min_p=st.sampled_from((0.0, 5e-324, 1.0)) | st.floats(0, 1),
+    repetition_penalty=st.sampled_from(PENALTIES) | st.floats(0, exclude_min=True, allow_infinity=False),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    min_tokens=st.integers(0, 3),
+    stop_token_ids=st.just(()) | st.just(tuple(range(10))) | st.lists(st.integers(0, 20), max_size=4).map(tuple),
+    logprobs=st.none() | st.integers(0, 12),
+)
+
+
+@given(any_logits, any_sampling, st.lists(st.integers(0, 9), min_size=1, max_size=5))
+@example([0.5, -1.0] * 5, Sampling(seed=0, top_p=0.9, repetition_penalty=1e-40), [0, 1])
+@example([math.nan] * 10, Sampling(seed=0, top_p=0.9, min_p=0.1), [0])
+@settings(max_examples=400, deadline=None)
+def test_whatever_the_logits_and_parameters_some_token_is_drawn(
+    logits: list[float], sampling: Sampling, output: list[int]
+) -> None:
+    result = one(sampling, torch.tensor(logits, dtype=torch.float32), [0, 1, 9], output)
+    assert result.error is None
+    assert 0 <= result.token < 10
+    values = np.array(logits, np.float32)
+    for u in (0.0, 0.5, math.nextafter(1, 0)):
+        assert 0 <= pick(values, sampling, u) < 10
+
+
+def test_infinities_are_the_ends_of_the_order_and_nan_is_never_chosen() -> None:
+    logits = torch.tensor([math.nan, -math.inf, 1.0, math.inf, math.inf])
+    assert kept(logits, Sampling(seed=0, temperature=2)).keys() == {3, 4}
+    assert kept(logits[:3], Sampling(seed=0, temperature=2)).keys() == {2}
+    barred = Sampling(seed=0, min_tokens=9, stop_token_ids=(2,), repetition_penalty=1e-40)
+    assert one(barred, torch.tensor([1.0, -1.0, 5.0]), [2]).token in (0, 1), "a penalty lifts no bar"
+
+
+def test_a_row_that_cannot_be_drawn_leaves_the_others_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [row_of(Sampling(seed=seed, top_p=0.9), [1, 2], [3]) for seed in range(3)]
+    logits = torch.stack([logits_of(seed) for seed in range(3)])
+    good = draw(rows, logits, END)
+
+    def uniform_but_for_one(seed: int, choice: int, position: int) -> float:
+        if seed == 1:
+            raise RuntimeError("no luck")
+        return uniform(seed, choice, position)
+
+    monkeypatch.setattr(module, "uniform", uniform_but_for_one)
+    first, failed, last = draw(rows, logits, END)
+    assert [first, last] == [good[0], good[2]]
+    assert failed.error is not None
+    assert "no luck" in failed.error

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from moonpool.core.cost import DecodeCoefficients, PrefillCoefficients
-from moonpool.engine.engine import Row
+from moonpool.engine.engine import Draw, Row
 from moonpool.engine.local import generate
 from moonpool.engine.timed import TimedConfig, TimedEngine, reference_tokens
+from moonpool.errors import MoonpoolError
 from moonpool.wire.messages import Sampling
 
 FREE = TimedConfig(
@@ -157,3 +158,34 @@ def test_key_spaces_of_different_shapes_differ() -> None:
     spaces = {engine_of(config=config).space.id for config in (FREE, TimedConfig(), TimedConfig(layers=5))}
     assert len(spaces) == 3
     assert engine_of().space == engine_of(7).space
+
+
+def test_a_row_that_cannot_be_drawn_fails_alone_and_a_failed_step_fails_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of()
+    draw_it = engine._draw
+
+    def draw_but_for_one(row: Row, sampling: Sampling) -> Draw:
+        if sampling.seed == 13:
+            raise RuntimeError("no luck")
+        return draw_it(row, sampling)
+
+    monkeypatch.setattr(engine, "_draw", draw_but_for_one)
+    prompts = [prompt_of(length) for length in (20, 21, 22)]
+    rows = [
+        Row(prompt, len(prompt), 0, len(prompt), [2 * n, 2 * n + 1], Sampling(seed=12 + n))
+        for n, prompt in enumerate(prompts)
+    ]
+    first, failed, last = engine.step(rows)
+    assert first == Draw(reference_tokens(prompts[0], 1, FREE)[0])
+    assert last == Draw(reference_tokens(prompts[2], 1, FREE)[0])
+    assert failed is not None
+    assert failed.error is not None
+    assert "no luck" in failed.error
+
+    def broken(layer: int) -> None:
+        raise RuntimeError(f"layer {layer}")
+
+    with pytest.raises(RuntimeError, match="layer 0"):
+        engine.step(rows, broken)
+    with pytest.raises(MoonpoolError, match="no luck"):
+        generate(engine, prompts, [Sampling(seed=13)] * 3)

@@ -7,6 +7,7 @@ pages that no running step touches.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,6 +17,8 @@ import numpy.typing as npt
 
 from moonpool.core.vocabulary import KeySpace
 from moonpool.wire.messages import Sampling
+
+log = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -44,6 +47,17 @@ class Draw:
     top: list[tuple[int, float]] = field(default_factory=list)
     is_end: bool = False
     """One of the model's end tokens (or the request's stop_token_ids), and not ignored."""
+    error: str | None = None
+    """Why nothing was drawn for this row; the rest of the draw then says nothing."""
+
+
+def draw_alone(draw: Callable[[], Draw]) -> Draw:
+    """What `draw` returns, or what it raises as `Draw.error`: a row that fails costs no other its step."""
+    try:
+        return draw()
+    except Exception as e:
+        log.exception("a token could not be drawn")
+        return Draw(-1, error=f"its token could not be drawn: {type(e).__name__}: {e}")
 
 
 class Engine(Protocol):
@@ -75,6 +89,7 @@ class Engine(Protocol):
     def step(self, rows: Sequence[Row], on_layer: Callable[[int], None] | None = None) -> list[Draw | None]:
         """Compute the rows as one packed batch; draw where a row has `sampling`.
 
+        What goes wrong in drawing for one row is that row's `Draw.error`; a raised error is one of the whole step.
         `on_layer(l)` is called on this thread as soon as layer l's KV of all rows is in the pages.
         An exception that it raises ends the step and passes through.
         """

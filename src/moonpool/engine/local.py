@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from moonpool.engine.engine import Draw, Engine, Row
-from moonpool.errors import ConfigError
+from moonpool.errors import ConfigError, MoonpoolError
 from moonpool.wire.messages import Sampling
 
 
@@ -37,6 +37,7 @@ def generate(
 
     A step takes every decoding sequence and one prefill chunk of at most `chunk` tokens. A prompt waits, in
     order, until the free pages hold it and all its output. `on_draw(prompt index, draw)` sees each token.
+    Raises `MoonpoolError` for a token that could not be drawn.
     """
     waiting = deque(
         _Sequence(index, sampling, list(prompt), len(prompt))
@@ -55,6 +56,8 @@ def generate(
             sequence.computed += row.count
             if drawn is None:
                 continue
+            if drawn.error is not None:
+                raise MoonpoolError(f"prompt {sequence.index}: {drawn.error}")
             _append(sequence, drawn)
             if on_draw is not None:
                 on_draw(sequence.index, drawn)

@@ -5,17 +5,21 @@ presence penalties over output; temperature; min-p; top-k; top-p over what is le
 inverse CDF in token-id order of what is kept, at u = Philox(seed, choice, output position). Ties of probability
 are kept in favour of the lower token id. Log probabilities are those of the model's raw distribution, before all
 of this.
+
+Whatever the logits and the parameters, some token is drawn: what a penalty drives out of range stays at its end, and
+NaN counts as the least likely.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from moonpool.engine.engine import Draw, Row
+from moonpool.engine.engine import Draw, Row, draw_alone
 from moonpool.wire.messages import Sampling
 
 Floats = npt.NDArray[np.float32]
@@ -23,6 +27,10 @@ Ids = npt.NDArray[np.intp]
 
 COLD = 1e-5
 """Below this temperature a draw is greedy."""
+HOT = 1e5
+"""Above this temperature a draw is as good as uniform already."""
+FAR = np.float32(1e30)
+"""Logits are held within this, in which differences divided by any temperature from COLD to HOT are finite."""
 _U64 = (1 << 64) - 1
 
 
@@ -31,7 +39,7 @@ def draw(rows: Sequence[Row], logits: torch.Tensor, ends: frozenset[int]) -> lis
     if not rows:
         return []
     best: list[int] = logits.argmax(-1).tolist()
-    return [_one(row, sampling_of(row), logits[i], best[i], ends) for i, row in enumerate(rows)]
+    return [draw_alone(partial(_one, row, sampling_of(row), logits[i], best[i], ends)) for i, row in enumerate(rows)]
 
 
 def sampling_of(row: Row) -> Sampling:
@@ -76,14 +84,16 @@ def _penalized(sampling: Sampling) -> bool:
 
 
 def _sample(row: Row, sampling: Sampling, logits: Floats, barred: frozenset[int]) -> int:
-    logits[[token for token in barred if 0 <= token < len(logits)]] = -np.inf
     if _penalized(sampling):
         _penalize(row, sampling, logits)
+    logits = _within_range(logits)
+    logits[[token for token in barred if 0 <= token < len(logits)]] = -np.inf
     if _greedy(sampling):
         return int(logits.argmax())
     return pick(logits, sampling, uniform(sampling.seed, sampling.choice, position_of(row)))
 
 
+@np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore")
 def _penalize(row: Row, sampling: Sampling, logits: Floats) -> None:
     end = row.start + row.count
     output = np.array(row.tokens[row.prompt_tokens : end], np.int64)
@@ -97,9 +107,15 @@ def _penalize(row: Row, sampling: Sampling, logits: Floats) -> None:
     logits -= (sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)).astype(np.float32)
 
 
+def _within_range(logits: Floats) -> Floats:
+    clipped: Floats = np.fmin(np.fmax(logits, -FAR), FAR)  # of a number and NaN these take the number
+    return clipped
+
+
 def pick(logits: Floats, sampling: Sampling, u: float) -> int:
     """The token at u of the distribution that temperature, min-p, top-k and top-p leave of `logits` [vocabulary]."""
-    weights = np.exp((logits - logits.max()) / np.float32(sampling.temperature))
+    logits = _within_range(logits)
+    weights = np.exp((logits - logits.max()) / np.float32(min(max(sampling.temperature, COLD), HOT)))
     ids: Ids | None = None
     if sampling.min_p > 0:  # the best token's weight is 1
         ids = np.flatnonzero(weights >= sampling.min_p)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from moonpool.core.blocks import key_space_id
 from moonpool.core.cost import DecodeCoefficients, PrefillCoefficients
 from moonpool.core.vocabulary import KeySpace
-from moonpool.engine.engine import Bytes, Draw, Row
+from moonpool.engine.engine import Bytes, Draw, Row, draw_alone
 from moonpool.wire.messages import Sampling
 
 Words = npt.NDArray[np.uint64]
@@ -107,7 +108,7 @@ class TimedEngine:
             time.sleep(max(0.0, due - time.monotonic()))
             if on_layer is not None:
                 on_layer(layer)
-        return [None if row.sampling is None else self._draw(row, row.sampling) for row in rows]
+        return [None if row.sampling is None else draw_alone(partial(self._draw, row, row.sampling)) for row in rows]
 
     def _check(self, row: Row) -> None:
         end = row.start + row.count

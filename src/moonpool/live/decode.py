@@ -268,7 +268,7 @@ class DecodeWorker:
         seconds = time.monotonic() - began
         self._totals.steps += 1
         self._totals.step_seconds += seconds
-        self._totals.tokens += len(rows)
+        self._totals.tokens += sum(draw.error is None for draw in draws)
         self._emit(jobs, draws)
         self._tell_step(rows, seconds)
         self._feed(core.Stepped(tuple(job.work.request for job in jobs if job.finish is not None)))
@@ -294,9 +294,14 @@ class DecodeWorker:
         return [draw for draw in draws if draw is not None]
 
     def _emit(self, jobs: list[_Job], draws: list[Draw]) -> None:
-        """All tokens of the step but final ones, one message a gateway."""
+        """All tokens of the step but final ones, one message a gateway. Requests without a token are dropped."""
         out: dict[Peer, list[TokenOut]] = defaultdict(list)
         for job, draw in zip(jobs, draws, strict=True):
+            if draw.error is not None:
+                if not job.dropped and job.finish is None:
+                    job.refusal = draw.error
+                    self._drop(job)
+                continue
             position = job.position
             job.tokens.append(draw.token)
             if job.dropped or job.finish is not None:

@@ -258,8 +258,13 @@ class PrefillWorker:
         for chunk, job, draw in zip(chunks, jobs, draws, strict=True):
             job.compute_seconds += seconds
             self._totals.computed_tokens += chunk.count
-            if draw is not None and not job.dropped:
+            if draw is None or job.dropped:
+                continue
+            if draw.error is None:
                 self._first_token(job, draw)
+            else:
+                job.failure = draw.error
+                self._drop(job)
         self._feed(core.StepDone())
 
     def _compute(self, chunks: tuple[core.Chunk, ...], jobs: list[_Job]) -> list[Draw | None]:
