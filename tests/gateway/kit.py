@@ -221,6 +221,58 @@ class Stage:
         return await self.post("/v1/completions", {"model": MODEL, "prompt": prompt, **fields})
 
 
+class Talk:
+    """A bare connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    async def send(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def answer(self) -> bytes:
+        """The next response, head and body."""
+        async with asyncio.timeout(HANG):
+            head = await self._reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+            return head + await self._reader.readexactly(length)
+
+    async def until(self, mark: bytes) -> None:
+        async with asyncio.timeout(HANG):
+            await self._reader.readuntil(mark)
+
+    async def rest(self) -> bytes:
+        """What comes before the end of the connection."""
+        came = b""
+        async with asyncio.timeout(HANG):
+            with contextlib.suppress(ConnectionResetError):
+                while piece := await self._reader.read(1 << 16):
+                    came += piece
+        return came
+
+    async def closed(self) -> bool:
+        """Wait for the end; whether nothing came before it."""
+        return await self.rest() == b""
+
+    async def close(self) -> None:
+        self._writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
+
+
+@contextlib.asynccontextmanager
+async def connected(s: Stage) -> AsyncIterator[Talk]:
+    host, port = s.url.removeprefix("http://").split(":")
+    talk = Talk(*await asyncio.open_connection(host, int(port)))
+    try:
+        yield talk
+    finally:
+        await talk.close()
+
+
+POST_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\ncontent-type: application/json\r\n"
 END = 2
 STATE = json.dumps(
     {

@@ -11,7 +11,7 @@ import pytest
 
 from moonpool.core.events import RequestArrived
 from tests.gateway.conftest import Open
-from tests.gateway.kit import CONTEXT, END, MODEL, chat_body, run, until
+from tests.gateway.kit import CONTEXT, END, MODEL, POST_HEAD, chat_body, connected, run, until
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -46,6 +46,9 @@ CHAT_MISTAKES: list[tuple[dict[str, object], str]] = [
     ({"presence_penalty": 2.5}, "presence_penalty"),
     ({"frequency_penalty": -2.5}, "frequency_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-40}, "repetition_penalty"),
+    ({"repetition_penalty": 0.0099}, "repetition_penalty"),
+    ({"repetition_penalty": 100.1}, "repetition_penalty"),
     ({"seed": "x"}, "seed"),
     ({"seed": 1 << 63}, "seed"),
     ({"stop": ""}, "stop"),
@@ -214,8 +217,9 @@ RAW: list[tuple[bytes, str | None]] = [
     (b"[]", None),
     (b'"text"', None),
     (b"null", None),
-    (b'{"temperature": NaN}', None),
-    (b'{"temperature": Infinity}', None),
+    (b'{"temperature": NaN}', "temperature"),
+    (b'{"temperature": Infinity}', "temperature"),
+    (b'{"logit_bias": {"5": -Infinity}}', "logit_bias.5"),
     (b'{"model": "smollm2",}', None),
     (b'{"temperature": 1e999}', "temperature"),
     (b'{"seed": ' + b"9" * 400 + b"}", "seed"),
@@ -270,6 +274,19 @@ def test_content_type_host_path_and_method(opened: Open) -> None:
             check(response, 405, None)
             assert response.headers["allow"] == "POST"
             check(await s.client.post(s.url + "/health", json={}), 405, None)
+
+    run(test())
+
+
+def test_two_host_headers_are_refused(opened: Open) -> None:
+    async def test() -> None:
+        async with opened() as s:
+            for start in (b"GET /health HTTP/1.1\r\nHost: localhost\r\n", POST_HEAD + b"Content-Length: 0\r\n"):
+                async with connected(s) as talk:
+                    await talk.send(start + b"Host: evil.example\r\n\r\n")
+                    head, _, body = (await talk.answer()).partition(b"\r\n\r\n")
+                    assert b" 400 " in head.split(b"\r\n")[0]
+                    assert json.loads(body)["error"]["param"] == "host"
 
     run(test())
 

@@ -19,10 +19,11 @@ from moonpool.core.events import RequestArrived, RequestCancelled
 from moonpool.core.vocabulary import Incarnation, RejectReason
 from moonpool.gateway import cluster as cluster_module
 from moonpool.gateway import completions as completions_module
+from moonpool.gateway.bodies import LARGEST_AT_ONCE
 from moonpool.gateway.tokenizer import Tokenizer
 from moonpool.wire.messages import Tokens
 from tests.gateway.conftest import Open
-from tests.gateway.kit import END, MODEL, SPACE, Stage, chat_body, events, run, until
+from tests.gateway.kit import END, MODEL, POST_HEAD, SPACE, Stage, chat_body, connected, events, run, until
 
 IDS = [*range(100, 140), END]
 
@@ -236,10 +237,11 @@ def test_a_client_that_leaves_while_its_prompt_is_read(opened: Open) -> None:
                 host, port = s.url.removeprefix("http://").split(":")
                 half = socket.create_connection((host, int(port)))
                 half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\ncontent-type: application/json\r\n")
-                half.sendall(b"content-length: 500\r\n\r\n{")
-                await until(lambda: s.gateway.seats.taken == 2)
-                half.close()
+                half.sendall(b"content-length: 500000\r\n\r\n" + b" " * 100_000)
+                await until(lambda: s.gateway.bodies.held == 100_000)
                 await until(lambda: s.gateway.seats.taken == 1)
+                half.close()
+                await until(lambda: s.gateway.bodies.held == 0)
             await until(lambda: s.gateway.seats.taken == 0)
 
     run(test())
@@ -327,6 +329,57 @@ def test_more_than_the_bound_gets_429_at_once(opened: Open) -> None:
             assert response.status_code == 429
             assert len(s.got("conductor", RequestArrived)) == 3
             assert (await s.client.get(s.url + "/health")).status_code == 200
+
+    run(test())
+
+
+def test_clients_that_send_no_body_keep_nobody_out(opened: Open) -> None:
+    async def test() -> None:
+        async with (
+            opened(max_concurrent=2, answer=lambda work: [END], body_timeout=0.2) as s,
+            contextlib.AsyncExitStack() as idle,
+        ):
+            for _ in range(3):
+                talk = await idle.enter_async_context(connected(s))
+                await talk.send(POST_HEAD + b"content-length: 100\r\n\r\n")
+            assert (await s.complete()).status_code == 200
+            assert s.gateway.seats.taken == 0
+
+    run(test())
+
+
+def test_a_full_gateway_refuses_before_the_body_has_come(opened: Open) -> None:
+    async def test() -> None:
+        async with opened(max_concurrent=1) as s:
+            with caller(s):
+                await s.arrival()
+                async with connected(s) as talk:
+                    await talk.send(POST_HEAD + b"content-length: 100\r\n\r\n")
+                    assert b" 429 " in (await talk.answer()).split(b"\r\n")[0]
+
+    run(test())
+
+
+def test_large_bodies_are_bounded_together(opened: Open) -> None:
+    large = 100_000
+
+    async def test() -> None:
+        async with (
+            opened(max_body_bytes=large, answer=lambda work: [END]) as s,
+            contextlib.AsyncExitStack() as open_ones,
+        ):
+            for _ in range(LARGEST_AT_ONCE):
+                talk = await open_ones.enter_async_context(connected(s))
+                await talk.send(POST_HEAD + b"content-length: 100000\r\n\r\n" + b" " * (large - 1))
+            await until(lambda: s.gateway.bodies.held == LARGEST_AT_ONCE * (large - 1))
+            talk = await open_ones.enter_async_context(connected(s))
+            await talk.send(POST_HEAD + b"content-length: 100000\r\n\r\n" + b" " * (large - 1))
+            answer = await talk.answer()
+            assert b" 429 " in answer.split(b"\r\n")[0]
+            assert b"retry-after: 1\r\n" in answer
+            assert (await s.complete()).status_code == 200, "small bodies are always read"
+            await open_ones.aclose()
+            await until(lambda: s.gateway.bodies.held == 0)
 
     run(test())
 

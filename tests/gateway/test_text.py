@@ -194,7 +194,7 @@ def test_a_template_that_changes_contents_is_tokenized_as_text(
 
 
 def test_the_memory_is_bounded_and_keeps_salts_apart() -> None:
-    memory = AnswerMemory(3)
+    memory = AnswerMemory(3, ())
     for n in range(5):
         memory.remember("", f"text {n}", [n])
         memory.recall("", "text 2")
@@ -207,6 +207,14 @@ def test_the_memory_is_bounded_and_keeps_salts_apart() -> None:
     memory.remember("", "too long", range(3 * TOKENS_PER_ANSWER + 1))
     assert memory.recall("", "too long") is None
     memory.check_integrity()
+
+
+def test_the_memory_keeps_no_special_tokens() -> None:
+    memory = AnswerMemory(3, {1, 2})
+    memory.remember("", "text", [5, 2, 6])
+    assert memory.recall("", "text") is None
+    memory.remember("", "text", [5, 6])
+    assert memory.recall("", "text") == (5, 6)
 
 
 # ---- loading

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from msgspec.structs import replace
 
@@ -22,7 +22,9 @@ TOKENS_PER_ANSWER = 512
 class AnswerMemory:
     """(salt, text) -> token ids; the least recently used go first. Safe to use from several threads."""
 
-    def __init__(self, answers: int) -> None:
+    def __init__(self, answers: int, special: Collection[int]) -> None:
+        """`special`: ids that are left out of text."""
+        self._special = frozenset(special)
         self._most = answers
         self._most_tokens = answers * TOKENS_PER_ANSWER
         self._ids: OrderedDict[tuple[str, str], tuple[int, ...]] = OrderedDict()
@@ -33,8 +35,12 @@ class AnswerMemory:
         return len(self._ids)
 
     def remember(self, salt: str, text: str, ids: Sequence[int]) -> None:
-        """`ids` decode to exactly `text`."""
-        if not text or not ids or len(ids) > self._most_tokens:
+        """`ids` decode to exactly `text`.
+
+        Ids with special tokens among them are not kept: the text hides those, and a later prompt that quotes it would
+        get turns of other roles that its sender cannot see.
+        """
+        if not text or not ids or len(ids) > self._most_tokens or not self._special.isdisjoint(ids):
             return
         with self._lock:
             self._tokens += len(ids) - len(self._ids.pop((salt, text), ()))

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from moonpool.core.vocabulary import PartKind
 from moonpool.errors import PeerUnavailableError
-from moonpool.gateway.completions import Completions, Desk, read_body
+from moonpool.gateway.completions import Completions, Desk
 from moonpool.gateway.front import Front
 from moonpool.gateway.meters import Meters
 from moonpool.gateway.problem import ApiError
@@ -80,7 +80,7 @@ class Pages:
 
     async def tokenize(self, request: Request) -> Response:
         desk = self._desk
-        body = await read_body(request.headers, request.receive, desk.config)
+        body = await desk.bodies.read(request.headers, request.receive)
         ids, asked = await desk.intake.on_thread(partial(desk.intake.tokenize, body))
         names = [desk.tokenizer.token_name(i) for i in ids] if asked.strings else None
         return _json(
@@ -89,7 +89,7 @@ class Pages:
 
     async def detokenize(self, request: Request) -> Response:
         desk = self._desk
-        body = await read_body(request.headers, request.receive, desk.config)
+        body = await desk.bodies.read(request.headers, request.receive)
         return _json({"prompt": await desk.intake.on_thread(partial(desk.intake.detokenize, body))})
 
     async def cluster(self, request: Request) -> Response:

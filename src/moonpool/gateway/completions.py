@@ -17,6 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from moonpool.core.vocabulary import RejectReason, Slo
 from moonpool.gateway.answers import AnswerMemory
+from moonpool.gateway.bodies import Bodies
 from moonpool.gateway.choice import Choice
 from moonpool.gateway.cluster import Cluster
 from moonpool.gateway.config import GatewayConfig
@@ -24,7 +25,7 @@ from moonpool.gateway.exchange import DRAIN_SECONDS, Exchange
 from moonpool.gateway.front import LABEL, SUMMARY, respond
 from moonpool.gateway.generation import Job
 from moonpool.gateway.intake import Intake, Intended
-from moonpool.gateway.problem import ApiError, ClientGoneError, invalid, refused
+from moonpool.gateway.problem import invalid, refused
 from moonpool.gateway.replies import Shape, usage_of
 from moonpool.gateway.seats import Seats
 from moonpool.gateway.tokenizer import Tokenizer
@@ -42,6 +43,7 @@ class Desk:
     answers: AnswerMemory
     cluster: Cluster
     seats: Seats
+    bodies: Bodies
     abort: Callable[[object], None]
     """Break the connection of this client (the scope's `client`)."""
 
@@ -58,8 +60,9 @@ class Completions:
         arrived = asyncio.get_running_loop().time()
         headers = Headers(scope=scope)
         slo = _read_slo(headers, desk.config.slo)
+        desk.seats.check()
+        body = await desk.bodies.read(headers, receive)  # without a seat: a client that sends nothing must not hold one
         with desk.seats.take() as booking:
-            body = await read_body(headers, receive, desk.config)
             if not desk.cluster.context_tokens:
                 raise refused(RejectReason.NO_INSTANCE, desk.cluster.lacks or "the cluster is not ready", 1.0)
             exchange = Exchange(desk.cluster, desk.answers if self._chat else None)
@@ -115,36 +118,10 @@ class Completions:
             await exchange.stream(shape, _stream_start(), send)
 
 
-async def read_body(headers: Headers, receive: Receive, config: GatewayConfig) -> bytes:
-    """The request's body, within its limits of size and time. Raises ApiError, ClientGoneError."""
-    limit = config.max_body_bytes
-    declared = headers.get("content-length", "")
-    if declared.isdigit() and int(declared[:20]) > limit:
-        raise _too_large(limit)
-    body = bytearray()
-    try:
-        async with asyncio.timeout(config.body_timeout):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGoneError("the client went away before its request was complete")
-                body += message.get("body", b"")
-                if len(body) > limit:
-                    raise _too_large(limit)
-                if not message.get("more_body", False):
-                    return bytes(body)
-    except TimeoutError:
-        raise ApiError(408, f"the body did not come within {config.body_timeout:g} s") from None
-
-
 def fingerprint(desk: Desk) -> str:
     """Names what computes: it changes with the model, its dtype or its layout."""
     known = "|".join([desk.config.served_model_name, *(space.id for space in desk.cluster.spaces)])
     return "fp_" + hashlib.sha256(known.encode()).hexdigest()[:12]
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
 
 
 async def _watch(receive: Receive, gone: Callable[[], None]) -> None:

@@ -119,19 +119,15 @@ def read_object(body: bytes) -> Json:
 
 
 def _explain(body: bytes, error: msgspec.MsgspecError) -> ApiError:
-    """Name the field that holds a lone surrogate or an endless number; a more lenient parser finds the way to it."""
+    """Name the field with a lone surrogate or an infinite number; a more lenient parser finds the way to it."""
     try:
-        found = _unfit(json.loads(body, parse_constant=_refuse_constant), "")
+        found = _unfit(json.loads(body), "")
     except (ValueError, RecursionError):
         found = None
     if found is None:
         return ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json")
     where, what = found
     return invalid(where, f"{where} {what}", "invalid_json")
-
-
-def _refuse_constant(name: str) -> object:
-    raise ValueError(name)
 
 
 def _unfit(value: object, where: str) -> tuple[str, str] | None:
@@ -141,7 +137,7 @@ def _unfit(value: object, where: str) -> tuple[str, str] | None:
                 return where, "holds a lone surrogate, which is not text"
         case float():
             if not math.isfinite(value):
-                return where, "is too large a number"
+                return where, "is not a finite number"
         case int():
             if abs(value) > 1 << 64:
                 return where, "is too large a number"

@@ -81,6 +81,8 @@ class Front:
             self._note(scope, label, status, time.monotonic() - began)
 
     def _check(self, method: str, path: str, headers: Headers) -> None:
+        if len(headers.getlist("host")) > 1:
+            raise invalid("host", "a request must have one Host header, not several")
         if method == "POST" or path.startswith("/cluster"):
             self._check_host(headers.get("host", ""))
         if method == "POST":

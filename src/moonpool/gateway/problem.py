@@ -18,6 +18,7 @@ _STATUS = {
     RejectReason.TTFT_SLO: 429,
     RejectReason.TBT_SLO: 429,
     RejectReason.CONTEXT: 400,
+    RejectReason.NEVER_FITS: 400,
     RejectReason.NO_INSTANCE: 503,
     RejectReason.ATTEMPTS: 503,
     RejectReason.DEADLINE: 504,
@@ -61,8 +62,9 @@ def invalid(param: str, message: str, code: str | None = None) -> ApiError:
 
 def refused(reason: RejectReason, message: str, retry_after: float | None) -> ApiError:
     """A rejection as docs/protocol.md maps it. `retry_after` in seconds is rounded up: clients read whole seconds."""
+    status = _STATUS[reason]
     headers = {REASON_HEADER: reason.value}
-    if retry_after is not None:
+    if retry_after is not None and status != 400:  # to repeat a request that can never be served helps nobody
         headers["retry-after"] = str(max(1, math.ceil(retry_after)))
     code = "context_length_exceeded" if reason is RejectReason.CONTEXT else reason.value.replace("-", "_")
-    return ApiError(_STATUS[reason], message, code=code, headers=headers)
+    return ApiError(status, message, code=code, headers=headers)

@@ -18,6 +18,8 @@ MAX_STOP_TOKENS = 64
 MAX_LOGPROBS = 20
 MAX_MESSAGES = 4096
 MAX_SALT_CHARS = 256
+REPETITION_PENALTIES = (0.01, 100.0)
+"""Beyond them logits overflow."""
 COMPLETION_TOKENS = 16
 """OpenAI's default for /v1/completions."""
 
@@ -166,7 +168,7 @@ def _read_ask(fields: Fields, limits: Limits, max_tokens: int | None, logprobs: 
         top_p=fields.number("top_p", 1.0, 0.0, 1.0, above_low=True),
         top_k=0 if top_k is None or top_k < 0 else top_k,
         min_p=fields.number("min_p", 0.0, 0.0, 1.0),
-        repetition_penalty=fields.number("repetition_penalty", 1.0, 0.0, above_low=True),
+        repetition_penalty=fields.number("repetition_penalty", 1.0, *REPETITION_PENALTIES),
         presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
         frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
         min_tokens=min_tokens,

@@ -31,8 +31,13 @@ class Seats:
         finally:
             booking.free()
 
-    def can_take(self, count: int) -> bool:
-        return self.taken + count <= self._limit
+    def check(self, count: int = 1) -> None:
+        """Whether `count` seats are free now; takes none. Raises ApiError (429)."""
+        if self.taken + count > self._limit:
+            message = (
+                f"{self.taken} choices are in flight at this gateway and its limit is {self._limit}: try again later"
+            )
+            raise refused(RejectReason.QUEUE_FULL, message, self.wait_seconds(count))
 
     def wait_seconds(self, count: int) -> float:
         """Until `count` seats can be expected to be free."""
@@ -56,13 +61,8 @@ class Booking:
         self._count = 0
 
     def extend(self, count: int) -> None:
-        seats = self._seats
-        if not seats.can_take(count):
-            message = (
-                f"{seats.taken} choices are in flight at this gateway and its limit is {seats._limit}: try again later"
-            )
-            raise refused(RejectReason.QUEUE_FULL, message, seats.wait_seconds(count))
-        seats.taken += count
+        self._seats.check(count)
+        self._seats.taken += count
         self._count += count
 
     def free(self) -> None:

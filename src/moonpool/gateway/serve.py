@@ -13,9 +13,11 @@ import uvicorn
 from moonpool.errors import ConfigError
 from moonpool.gateway.answers import AnswerMemory
 from moonpool.gateway.app import make_app
+from moonpool.gateway.bodies import Bodies
 from moonpool.gateway.cluster import Cluster
 from moonpool.gateway.completions import Desk
 from moonpool.gateway.config import GatewayConfig
+from moonpool.gateway.connection import Connection
 from moonpool.gateway.intake import Intake
 from moonpool.gateway.meters import Meters
 from moonpool.gateway.seats import Seats
@@ -72,14 +74,16 @@ class Gateway:
         self.meters = Meters(config.served_model_name)
         self.cluster = Cluster(link, conductor, config.served_model_name, self.meters)
         self.seats = Seats(config.max_concurrent)
-        self.answers = AnswerMemory(config.answers_remembered)
+        self.answers = AnswerMemory(config.answers_remembered, tokenizer.special)
         self._intake = Intake(config, tokenizer, self.answers)
         self.meters.watch("num_requests_running", "Requests at a worker.", lambda: self.cluster.running)
         self.meters.watch("num_requests_waiting", "Requests that wait for a place.", lambda: self.cluster.waiting)
-        desk = Desk(config, tokenizer, self._intake, self.answers, self.cluster, self.seats, self._abort)
+        self.bodies = Bodies(config)
+        desk = Desk(config, tokenizer, self._intake, self.answers, self.cluster, self.seats, self.bodies, self._abort)
         self._server = _Server(
             uvicorn.Config(
                 make_app(desk, self.meters),
+                http=Connection,
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -116,6 +120,7 @@ class Gateway:
         self.cluster.check_integrity()
         self.seats.check_integrity()
         self.answers.check_integrity()
+        self.bodies.check_integrity()
 
     def _abort(self, client: object) -> None:
         """Break a connection whose reader does not read: closing it would wait for the reader."""

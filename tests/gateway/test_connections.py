@@ -1,0 +1,149 @@
+"""What clients may do with a connection before it has a request, and with its head."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from moonpool.gateway import connection as connection_module
+from tests.gateway.conftest import Open
+from tests.gateway.kit import END, POST_HEAD, connected, run
+
+BODY = b'{"prompt": [5], "max_tokens": 3}'
+LENGTH = b"content-length: %d\r\n" % len(BODY)
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQBAAAAAAIAAAAA\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+CHUNKED = b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
+
+
+def status(answer: bytes) -> int:
+    return int(answer.split(b" ")[1])
+
+
+def check_error(answer: bytes, expected: int) -> None:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert status(answer) == expected
+    assert b"content-type: application/json" in head
+    assert b"connection: close" in head
+    assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("piece", [1, 7, 100_000])
+@pytest.mark.parametrize("rest", [LENGTH + b"\r\n" + BODY, CHUNKED], ids=["length", "chunked"])
+def test_an_offer_to_upgrade_is_declined_and_the_request_served(opened: Open, rest: bytes, piece: int) -> None:
+    """As Java's client and `curl --http2` make it; a second request follows on the same connection."""
+
+    async def test() -> None:
+        async with opened(answer=lambda work: [*work.tokens, END]) as s, connected(s) as talk:
+            data = POST_HEAD + UPGRADE + rest + HEALTH + UPGRADE + b"\r\n"
+            for at in range(0, len(data), piece):
+                await talk.send(data[at : at + piece])
+            assert status(answer := await talk.answer()) == 200, answer
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["usage"]["prompt_tokens"] == 1
+            assert status(await talk.answer()) == 200
+
+    run(test())
+
+
+def test_what_is_no_request_gets_an_error_in_shape(opened: Open) -> None:
+    async def test() -> None:
+        async with opened() as s:
+            for junk in (
+                b"\x16\x03\x01\x02\x00\x01\r\n\r\n",
+                b"CONNECT a.example:443 HTTP/1.1\r\nHost: a.example\r\n\r\n",
+            ):
+                async with connected(s) as talk:
+                    await talk.send(junk)
+                    check_error(await talk.answer(), 400)
+                    assert await talk.closed()
+
+    run(test())
+
+
+def test_junk_during_a_stream_puts_no_error_page_into_it(opened: Open) -> None:
+    async def test() -> None:
+        async with opened() as s, connected(s) as talk:
+            s.places = True
+            body = b'{"prompt": [5], "max_tokens": 3, "stream": true}'
+            await talk.send(POST_HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+            s.say(await s.order(), [50])
+            await talk.until(b'"choices"')
+            await talk.send(b"\x00junk\r\n\r\n")
+            assert b"HTTP/1.1" not in await talk.rest()
+
+    run(test())
+
+
+@pytest.mark.parametrize("before", [b"", HEALTH, HEALTH + b"\r\n", HEALTH + b"content-length: 9\r\n\r\n{"])
+def test_a_head_that_does_not_come_ends_the_connection(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, before: bytes
+) -> None:
+    monkeypatch.setattr(connection_module, "HEAD_SECONDS", 0.2)
+
+    async def test() -> None:
+        async with opened() as s, connected(s) as talk:
+            await talk.send(before)
+            if before.count(b"\r\n\r\n"):
+                assert status(await talk.answer()) == 200
+                await talk.send(b"G")
+            assert await talk.closed()
+
+    run(test())
+
+
+def test_a_request_may_take_longer_than_its_head(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_module, "HEAD_SECONDS", 0.1)
+
+    async def test() -> None:
+        async with opened(request_timeout=0.5) as s:
+            assert (await s.complete()).status_code == 504
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        HEALTH + b"a: ",
+        b"GET /",
+        POST_HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\na: ",
+        POST_HEAD + UPGRADE + b"a: ",
+    ],
+    ids=["header", "url", "trailer", "upgrade"],
+)
+def test_a_head_that_is_too_large_is_refused(opened: Open, start: bytes) -> None:
+    async def test() -> None:
+        async with opened() as s, connected(s) as talk:
+            await talk.send(start + b"x" * (connection_module.HEAD_BYTES + 1))
+            check_error(await talk.answer(), 431)
+
+    run(test())
+
+
+def test_large_bodies_are_no_heads(opened: Open) -> None:
+    async def test() -> None:
+        async with opened(answer=lambda work: [END]) as s:
+            assert (await s.complete("Hi", user="x" * (4 * connection_module.HEAD_BYTES))).status_code == 200
+
+    run(test())
+
+
+def test_connections_are_bounded(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_module, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(connection_module, "SPARE_CONNECTIONS", 1)
+
+    async def test() -> None:
+        async with opened() as s, connected(s) as first, connected(s) as second:
+            for talk in (first, second):
+                await talk.send(HEALTH + b"\r\n")
+                assert status(await talk.answer()) == 200
+            async with connected(s) as third, connected(s) as fourth:
+                assert await fourth.closed()
+                await third.send(HEALTH + b"\r\n")
+                check_error(await third.answer(), 503)
+                assert await third.closed()
+            await first.send(HEALTH + b"\r\n")
+            assert status(await first.answer()) == 200
+
+    run(test())
