@@ -228,6 +228,7 @@ def _node(config: Config, token: str | None, part: PartId) -> Work:
                 data_host=config.part.bind,
                 data_port=config.part.data_port,
                 token=token,
+                eviction=config.pool.eviction,
                 ssd_bytes=config.pool.ssd_per_node,
                 ssd_dirs=_ssd_directories(config),
                 lease_seconds=config.pool.lease_limit,

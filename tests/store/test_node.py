@@ -245,6 +245,19 @@ def test_a_dead_clients_leases_and_rooms_end(node: NodePeer, join: Join, role: s
     eventually(lambda: client.stats().result(SECONDS)["used_bytes"] == 4 * BLOCK, "the room ends")
 
 
+def test_a_node_gives_up_by_its_policy(conductor: Conductor, join: Join) -> None:
+    client = join(conductor.start_node("counting", 8 * BLOCK, eviction="lfu"))
+    often = keys_of("often", 2)
+    put(client, often)
+    for _ in range(3):
+        client.lease(SPACE, often).result(SECONDS).close()
+    for name in "bcd":
+        put(client, keys_of(name, 6))
+    with client.lease(SPACE, often).result(SECONDS) as lease:
+        assert lease.count == 2
+    assert client.stats().result(SECONDS)["holes"] == 0
+
+
 def test_a_stopped_client_keeps_its_lease(node: NodePeer, join: Join) -> None:
     client = join(node)
     keys = keys_of("a", 4)
