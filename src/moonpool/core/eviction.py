@@ -6,7 +6,7 @@ A use goes through a prompt's blocks from the last to the first, so a prefix out
 - `lru`: the least recently used first.
 - `lfu`: the least often used first, counted since the block came; of equal ones the least recently used.
 - `length-aware`: the least often used first; of equal ones the block that is later in its prompt; of equal ones the
-  least recently used (docs/decisions/0005 tells what the paper leaves open).
+  least recently used (docs/decisions/0006 tells what the paper leaves open).
 """
 
 from __future__ import annotations
