@@ -61,7 +61,7 @@ def load(requests: Iterable[TraceRequest], block_tokens: int = PAPER_BLOCK_TOKEN
 
 
 def hit_ratios(load: Load, capacities: Sequence[int | None], policies: Sequence[EvictionPolicy]) -> Iterator[HitRatio]:
-    """One for each policy and capacity, policies outermost; each takes about 2 µs a block."""
+    """One for each policy and capacity, policies outermost; a replay takes about 2 µs a block."""
     limitless: HitRatio | None = None
     for policy in policies:
         for capacity in capacities:
