@@ -204,6 +204,8 @@ def test_the_directory_hears_everything_in_order(conductor: Conductor, node: Nod
     known: set[BlockKey] = set()
     for name in "abcdefgh":
         put(client, keys_of(name, 20))
+    # A snapshot would stand for what was not told yet.
+    conductor.wait_for(BlocksStored, lambda m: keys_of("h", 20)[-1] in m.keys)
     conductor.tell(node, SendSnapshot(node))
     snapshot = conductor.wait_for(Snapshot, lambda s: s.seq > 0)
     changes = conductor.messages((BlocksStored, BlocksRemoved))
