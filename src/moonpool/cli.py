@@ -35,6 +35,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+trace_app = typer.Typer(help="Look at request traces and replay them.", no_args_is_help=True)
+app.add_typer(trace_app, name="trace")
+
+TraceArgument = Annotated[Path, typer.Argument(metavar="FILE", help="Mooncake JSONL or Azure CSV.")]
+BlockSize = Annotated[
+    int, typer.Option("--block-size", min=1, max=1 << 20, help="Tokens in a block of the trace's ids.")
+]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave malformed lines out and count them.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
 CLUSTER = ("model", "fleet", "pool", "batch", "front", "placement", "log")
 
 
@@ -126,6 +136,31 @@ def doctor(
     from moonpool.command.doctor import doctor as run
 
     return run(host, port)
+
+
+@trace_app.command("hits")
+def trace_hits(
+    file: TraceArgument,
+    capacity: Annotated[str, typer.Option(help="Blocks in the pool.")] = "inf,100k,50k,30k,10k,1k",
+    policy: Annotated[str, typer.Option(help="What a full pool gives up.")] = "lru,lfu,length-aware",
+    block_size: BlockSize = 512,
+    skip_bad: SkipBad = False,
+    as_json: AsJson = False,
+) -> int:
+    """What share of a trace's prompts one pool would hold, by capacity and eviction policy."""
+    from moonpool.command.trace import hits as run
+
+    return run(file, capacity, policy, block_size, skip_bad, as_json)
+
+
+@trace_app.command("describe")
+def trace_describe(
+    file: TraceArgument, block_size: BlockSize = 512, skip_bad: SkipBad = False, as_json: AsJson = False
+) -> int:
+    """How many requests a trace has, how long they are, how they arrive and what they share."""
+    from moonpool.command.trace import describe as run
+
+    return run(file, block_size, skip_bad, as_json)
 
 
 @app.command(hidden=True)
@@ -228,6 +263,7 @@ def _node(config: Config, token: str | None, part: PartId) -> Work:
                 data_host=config.part.bind,
                 data_port=config.part.data_port,
                 token=token,
+                eviction=config.pool.eviction,
                 ssd_bytes=config.pool.ssd_per_node,
                 ssd_dirs=_ssd_directories(config),
                 lease_seconds=config.pool.lease_limit,

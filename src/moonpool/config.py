@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from moonpool.core.eviction import EvictionPolicy
+
 BYTES = {"unit": "bytes"}
 SECONDS = {"unit": "seconds"}
 
@@ -39,6 +41,7 @@ class FleetConfig(Struct, frozen=True):
 class PoolConfig(Struct, frozen=True):
     block_size: Annotated[int, Meta(ge=1, le=4096, description="tokens in a KVCache block")] = 64
     dram_per_node: Annotated[Bytes, Meta(description="size of each node's arena of KVCache blocks")] = 1 << 30
+    eviction: Annotated[EvictionPolicy, Meta(description="which blocks go first when a node's DRAM is full")] = "lru"
     ssd_per_node: Annotated[
         int, Meta(ge=0, le=1 << 50, extra=BYTES, description="size of each node's SSD tier below DRAM (0: none)")
     ] = 0

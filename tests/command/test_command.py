@@ -32,6 +32,10 @@ MISTAKES = {
     "bad conductor": (("decode", "--conductor", "nowhere"), "--conductor nowhere: must be HOST:PORT", ""),
     "short token": (("node", "--conductor", "127.0.0.1:1", "--cluster-token-file", "{dir}/short"), "token", "16"),
     "no token": (("node", "--conductor", "127.0.0.1:1", "--bind", "0.0.0.0"), "cluster token", ""),
+    "trace": (("trace", "hits", "{dir}/bad.yaml"), "bad.yaml line 1 is neither a JSON object", "CSV"),
+    "no trace": (("trace", "describe", "{dir}/absent"), "cannot read", "absent"),
+    "capacity": (("trace", "hits", "{dir}/x", "--capacity", "10q"), "--capacity '10q': must be numbers", "inf"),
+    "block size": (("trace", "hits", "{dir}/x", "--block-size", "0"), "--block-size", "--help"),
     "token file": (("node", "--conductor", "127.0.0.1:1", "--cluster-token-file", "{dir}/x"), "cannot read", "token"),
 }
 
@@ -111,8 +115,10 @@ def test_every_command_has_help(runtime: Path) -> None:
         "status",
         "doctor",
         "version",
+        "trace hits",
+        "trace describe",
     ):
-        result = moonpool(command, "--help", runtime=runtime)
+        result = moonpool(*command.split(), "--help", runtime=runtime)
         assert result.returncode == 0
         assert command in result.stdout
 

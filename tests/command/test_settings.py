@@ -58,6 +58,7 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
         ("slo-tbt: 0", "slo-tbt 0: must be a duration like 30s or 200ms, above 0"),
         ("slo-tbt: fast", "slo-tbt 'fast': must be a duration"),
         ("policy: algoritm-1", "did you mean `algorithm-1`?"),
+        ("eviction: lifo", "eviction 'lifo': must be one of length-aware, lfu, lru"),
         ("log-level: INFO", "must be one of debug, error, info, warning"),
         ("log-json: perhaps", "log-json 'perhaps': must be true or false"),
         ("served-model-name: 7", "served-model-name 7: must be text"),

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from moonpool.core.eviction import EvictionPolicy
 from moonpool.core.vocabulary import BlockKey, Incarnation, KeySpace, KeySpaceId, PartId, RequestId
 from moonpool.errors import PoolError
 from moonpool.messenger.transfer import TAIL
@@ -173,6 +174,33 @@ def test_a_tail_is_shorter_than_a_block(ledger: Ledger) -> None:
     for tokens in (-1, 4):
         with pytest.raises(PoolError, match="a tail has 0 to 3 tokens"):
             ledger.open(ONE, SPACE, [], tokens)
+
+
+@pytest.mark.parametrize(("policy", "left"), [("lru", 0), ("lfu", 3), ("length-aware", 3)])
+def test_the_policy_says_what_a_full_node_gives_up(policy: EvictionPolicy, left: int) -> None:
+    """Three blocks that were read often, but before the others came."""
+    ledger = Ledger(Extents(8 * PAGE_BYTES), PartId("node-0"), Incarnation("1"), eviction=policy)
+    put(ledger, KEYS)
+    for _ in range(3):
+        ledger.release(TWO, ledger.lease(TWO, SPACE, KEYS).id)
+    for name in "bc":
+        put(ledger, keys_of(name, 5))
+    assert ledger.leading(SPACE, KEYS) == left
+    assert ledger.counters()["holes"] == 0
+    ledger.check_integrity()
+
+
+def test_length_aware_gives_up_later_blocks_first() -> None:
+    """A long prompt that came last loses its end, where `lfu` would take the short one that came first."""
+    long, short = keys_of("long", 5), keys_of("short", 3)
+    leading = {}
+    for policy in ("lfu", "length-aware"):
+        ledger = Ledger(Extents(8 * PAGE_BYTES), PartId("node-0"), Incarnation("1"), eviction=policy)
+        put(ledger, short)
+        put(ledger, long)
+        put(ledger, keys_of("c", 1))
+        leading[policy] = ledger.leading(SPACE, short), ledger.leading(SPACE, long)
+    assert leading == {"lfu": (2, 5), "length-aware": (3, 4)}
 
 
 def test_a_refused_room_costs_nobody_anything(ledger: Ledger) -> None:

@@ -204,6 +204,8 @@ def test_the_directory_hears_everything_in_order(conductor: Conductor, node: Nod
     known: set[BlockKey] = set()
     for name in "abcdefgh":
         put(client, keys_of(name, 20))
+    # A snapshot would stand for what was not told yet.
+    conductor.wait_for(BlocksStored, lambda m: keys_of("h", 20)[-1] in m.keys)
     conductor.tell(node, SendSnapshot(node))
     snapshot = conductor.wait_for(Snapshot, lambda s: s.seq > 0)
     changes = conductor.messages((BlocksStored, BlocksRemoved))
@@ -243,6 +245,19 @@ def test_a_dead_clients_leases_and_rooms_end(node: NodePeer, join: Join, role: s
     other.kill()
     eventually(lambda: client.stats().result(SECONDS)["evictable_bytes"] == 4 * BLOCK, "the lease ends")
     eventually(lambda: client.stats().result(SECONDS)["used_bytes"] == 4 * BLOCK, "the room ends")
+
+
+def test_a_node_gives_up_by_its_policy(conductor: Conductor, join: Join) -> None:
+    client = join(conductor.start_node("counting", 8 * BLOCK, eviction="lfu"))
+    often = keys_of("often", 2)
+    put(client, often)
+    for _ in range(3):
+        client.lease(SPACE, often).result(SECONDS).close()
+    for name in "bcd":
+        put(client, keys_of(name, 6))
+    with client.lease(SPACE, often).result(SECONDS) as lease:
+        assert lease.count == 2
+    assert client.stats().result(SECONDS)["holes"] == 0
 
 
 def test_a_stopped_client_keeps_its_lease(node: NodePeer, join: Join) -> None:

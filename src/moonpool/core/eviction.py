@@ -1,46 +1,91 @@
-"""Which blocks a node gives up first.
+"""Which blocks a pool gives up first (PAPER §2).
 
-Order: blocks whose parent is gone (no lookup can reach them), then the least recently used. A pinned
-block is never a victim. Touches and unpins go from the last block to the first, so a prefix outlives
-its continuations.
+Order: holes (blocks whose parent is gone: no lookup can reach them), then by policy. A pinned block is never a victim.
+A use goes through a prompt's blocks from the last to the first, so a prefix outlives its continuations.
+
+- `lru`: the least recently used first.
+- `lfu`: the least often used first, counted since the block came; of equal ones the least recently used.
+- `length-aware`: the least often used first; of equal ones the block that is later in its prompt; of equal ones the
+  least recently used (docs/decisions/0006 tells what the paper leaves open).
+
+The loops are written out for speed: a replay of a trace goes through them millions of times.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from collections import deque
+from collections.abc import Container, Hashable, Iterable, Iterator, KeysView, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+from moonpool.core.ranked import Ranked
 
 K = TypeVar("K", bound=Hashable)
 
+EvictionPolicy = Literal["lru", "lfu", "length-aware"]
 
-@dataclass(slots=True)
+HOLE_RANK = -1
+GONE = -1
+"""The pins of an entry whose block is gone."""
+
+
+def ranking(policy: EvictionPolicy) -> tuple[int, int]:
+    """By how much each use raises a block's rank, and each position in its prompt lowers it."""
+    match policy:
+        case "lru":
+            return 0, 0
+        case "lfu":
+            return 1, 0
+        case "length-aware":
+            return 1 << 32, 1
+
+
+@dataclass(slots=True, eq=False)
 class _Entry(Generic[K]):
+    """A block; or one that is gone while blocks that continue it are still there."""
+
+    key: K
     size: int
-    parent: K | None
-    pins: int = 0
+    parent: _Entry[K] | None
+    rank: int
+    """Lower goes first. A hole waits at HOLE_RANK instead."""
+    pins: int
+    children: _Entry[K] | dict[_Entry[K], None] | None = None
+    """One, as nearly always, or several: a dict for each block would be most of the memory."""
+
+    @property
+    def is_hole(self) -> bool:
+        return self.parent is not None and self.parent.pins == GONE
+
+    def offspring(self) -> tuple[_Entry[K], ...]:
+        """The children, the oldest first."""
+        if self.children is None:
+            return ()
+        return tuple(self.children) if isinstance(self.children, dict) else (self.children,)
 
 
-@dataclass(slots=True)
-class Lru(Generic[K]):
-    """Bookkeeping only: the owner frees the bytes and then calls `remove`. Sizes are bytes.
+class Eviction(Generic[K]):
+    """Bookkeeping only: the owner frees the bytes of what goes. Sizes are bytes, or whatever the owner counts in.
 
-    Keys are opaque. A `parent` of None is the root; one that is not present makes the block an orphan
-    until the parent is added. Unknown keys raise KeyError.
+    Keys are opaque. A `parent` of None is the root; one that is not present makes the block a hole until the parent is
+    added. Unknown keys raise KeyError. An operation takes O(1) a block with `lru`, amortized O(log n) with the others;
+    the removal or return of a parent takes that for each of its children.
     """
 
-    bytes: int = 0
-    """Of all blocks."""
-    evictable_bytes: int = 0
-    """Of those that are not pinned."""
-    _entries: dict[K, _Entry[K]] = field(default_factory=dict)
-    _children: dict[K, dict[K, None]] = field(default_factory=dict)
-    """By parent, present or not. Dicts, not sets: their order is the same in every process."""
-    _reachable: OrderedDict[K, None] = field(default_factory=OrderedDict)
-    """Unpinned, parent present: the least recently used first."""
-    _orphans: OrderedDict[K, None] = field(default_factory=OrderedDict)
-    """Unpinned, parent gone."""
+    def __init__(self, policy: EvictionPolicy = "lru") -> None:
+        self.policy: EvictionPolicy = policy
+        self.bytes = 0
+        """Of all blocks."""
+        self.evictable_bytes = 0
+        """Of those that are not pinned."""
+        self.holes = 0
+        """Blocks whose parent is gone, pinned or not."""
+        self._use, self._step = ranking(policy)
+        self._entries: dict[K, _Entry[K]] = {}
+        self._gone: dict[K, _Entry[K]] = {}
+        """The parents of holes."""
+        self._waiting: Ranked[_Entry[K]] = Ranked()
+        """All blocks that are not pinned."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -48,124 +93,244 @@ class Lru(Generic[K]):
     def __contains__(self, key: K) -> bool:
         return key in self._entries
 
-    def add(self, key: K, size: int, parent: K | None = None) -> None:
-        """A new block, most recently used. Raises ValueError where the key is present already."""
-        if key in self._entries:
-            raise ValueError(f"block {key!r} is present already; remove it before adding it again")
-        self._entries[key] = _Entry(size, parent)
-        self.bytes += size
-        self.evictable_bytes += size
-        if parent is not None:
-            self._children.setdefault(parent, {})[key] = None
-        self._enqueue(key)
-        for child in self._children.get(key, ()):
-            if child in self._orphans:
-                del self._orphans[child]
-                self._reachable[child] = None
-        self._queue(key).move_to_end(key)
+    def keys(self) -> KeysView[K]:
+        """A live view of the blocks."""
+        return self._entries.keys()
+
+    def add(self, key: K, size: int, parent: K | None = None, position: int = 0, pins: int = 0) -> None:
+        """A new block, used now. Raises ValueError where the key is present already.
+
+        `position`: which block of its prompt it is, from 0; `pins`: so many unpins are to come.
+        """
+        self.extend((key,), size, parent, position, pins)
+
+    def extend(self, keys: Sequence[K], size: int, parent: K | None, position: int, pins: int) -> None:
+        """New blocks of one prompt, in its order: the first continues `parent`, each other one the one before it.
+
+        Raises ValueError, and adds none, where one is present already or given twice.
+        """
+        entries, gone, step = self._entries, self._gone, self._step
+        if not entries.keys().isdisjoint(keys) or len(set(keys)) < len(keys):
+            repeated = next(key for at, key in enumerate(keys) if key in entries or key in keys[:at])
+            raise ValueError(f"block {repeated!r} is present already; remove it before adding it again")
+        rank = self._use - position * step
+        # Without __init__: it would be a third of the time that a block's arrival takes.
+        new = object.__new__
+        added: list[_Entry[K]] = []
+        above = None if parent is None or not keys else entries.get(parent) or self._absent(parent)
+        for key in keys:
+            entry = new(_Entry)
+            entry.key, entry.size, entry.parent = key, size, above
+            entry.rank, entry.pins, entry.children = rank, pins, None
+            if above is not None:
+                if above.children is None:
+                    above.children = entry
+                else:
+                    self._join(above, entry)
+            if gone and key in gone:
+                self._return(entry)
+            entries[key] = above = entry
+            added.append(entry)
+            rank -= step
+        self.bytes += size * len(keys)
+        if not pins:
+            self.evictable_bytes += size * len(keys)
+            self._wait(reversed(added))
 
     def touch(self, keys: Sequence[K]) -> None:
         """These blocks of one prompt, in prompt order, were used now."""
         for key in reversed(keys):
-            if self._entries[key].pins == 0:
-                self._queue(key).move_to_end(key)
+            entry = self._entries[key]
+            if entry.pins:
+                entry.rank += self._use
+            else:
+                self._dequeue(entry)
+                entry.rank += self._use
+                self._wait((entry,))
 
     def pin(self, keys: Sequence[K]) -> None:
-        """Counted: each pin needs its unpin."""
+        """Each pin counts as a use, and needs its unpin."""
         for key in keys:
             entry = self._entries[key]
-            entry.pins += 1
-            if entry.pins == 1:
-                del self._queue(key)[key]
+            if not entry.pins:
+                self._dequeue(entry)
                 self.evictable_bytes -= entry.size
+            entry.pins += 1
+            entry.rank += self._use
 
     def unpin(self, keys: Sequence[K]) -> None:
-        """Raises ValueError where a block is not pinned. The last unpin counts as a use."""
-        for key in reversed(keys):
-            entry = self._entries[key]
-            if entry.pins == 0:
-                raise ValueError(f"block {key!r} is not pinned")
-            entry.pins -= 1
-            if entry.pins == 0:
-                self.evictable_bytes += entry.size
-                self._enqueue(key)
+        """These blocks of one prompt, in prompt order. The last unpin of a block is the time of its last use.
+
+        Raises ValueError where a block is not pinned.
+        """
+        entries, released = self._entries, []
+        try:
+            for key in reversed(keys):
+                entry = entries[key]
+                if not entry.pins:
+                    raise ValueError(f"block {key!r} is not pinned")
+                entry.pins -= 1
+                if not entry.pins:
+                    self.evictable_bytes += entry.size
+                    released.append(entry)
+        finally:
+            self._wait(released)
 
     def pins(self, key: K) -> int:
         return self._entries[key].pins
 
     def remove(self, key: K) -> None:
-        """The block is gone; its children become orphans. Raises ValueError where it is pinned."""
+        """The block is gone; its children become holes. Raises ValueError where it is pinned."""
         entry = self._entries[key]
         if entry.pins:
             raise ValueError(f"block {key!r} is pinned {entry.pins} times; unpin it before removing it")
-        del self._queue(key)[key]
-        del self._entries[key]
+        self._dequeue(entry)
+        self._forget(entry)
         self.bytes -= entry.size
         self.evictable_bytes -= entry.size
-        if entry.parent is not None:
-            siblings = self._children[entry.parent]
-            del siblings[key]
-            if not siblings:
-                del self._children[entry.parent]
-        for child in self._children.get(key, ()):
-            if child in self._reachable:
-                del self._reachable[child]
-                self._orphans[child] = None
+
+    def evict(self, bytes_needed: int) -> tuple[K, ...]:
+        """Remove the `victims` and name them. Cheaper than their removal one by one."""
+        waiting, freed, gone = self._waiting, 0, []
+        while freed < bytes_needed and (queue := waiting.lowest()):
+            is_lowest = True
+            while is_lowest and freed < bytes_needed:
+                entry, _ = queue.popitem(last=False)
+                freed += entry.size
+                gone.append(entry.key)
+                if not queue:
+                    waiting.drop_lowest()
+                    is_lowest = False
+                if entry.children is not None:
+                    # It leaves holes, which go next.
+                    is_lowest = False
+                self._forget(entry)
+        self.bytes -= freed
+        self.evictable_bytes -= freed
+        return tuple(gone)
 
     def victims(self, bytes_needed: int) -> tuple[K, ...]:
         """Blocks to remove, in this order, to free at least `bytes_needed`; all that can go if that is less.
 
-        Changes nothing. O(1) for each victim.
+        Changes nothing. The order is that in which one removal after another would go on.
         """
-        chosen: list[K] = []
-        freed = 0
-        for key in self._order():
-            if freed >= bytes_needed:
+        chosen: dict[_Entry[K], None] = {}
+        bereft: deque[_Entry[K]] = deque()
+        for entry in self._order(chosen, bereft):
+            if bytes_needed <= 0:
                 break
-            chosen.append(key)
-            freed += self._entries[key].size
-        return tuple(chosen)
+            chosen[entry] = None
+            bytes_needed -= entry.size
+            bereft.extend([child for child in entry.offspring() if child not in chosen and not child.pins])
+        return tuple([entry.key for entry in chosen])
 
-    def _order(self) -> Iterator[K]:
-        """All evictable blocks as they would go: removing each victim in turn gives the same order."""
-        gone: set[K] = set()
-        orphaned: deque[K] = deque()
+    def _order(self, chosen: Container[_Entry[K]], bereft: deque[_Entry[K]]) -> Iterator[_Entry[K]]:
+        """What goes next, given what was chosen so far and the holes that this would make (`bereft`)."""
+        for rank, entry in self._waiting.ascending():
+            while bereft and rank != HOLE_RANK:
+                yield bereft.popleft()
+            if entry not in chosen:
+                yield entry
+        while bereft:
+            yield bereft.popleft()
 
-        def take(key: K) -> K:
-            gone.add(key)
-            children = self._children.get(key, ())
-            orphaned.extend(child for child in children if child in self._reachable and child not in gone)
-            return key
+    def _wait(self, entries: Iterable[_Entry[K]]) -> None:
+        queues = self._waiting.queues
+        for entry in entries:
+            parent = entry.parent
+            rank = entry.rank if parent is None or parent.pins != GONE else HOLE_RANK
+            queue = queues.get(rank)
+            if queue is None:
+                self._waiting.add(rank, entry)
+            else:
+                queue[entry] = None
 
-        for key in self._orphans:
-            yield take(key)
-        for key in self._reachable:
-            while orphaned:
-                yield take(orphaned.popleft())
-            if key not in gone:
-                yield take(key)
+    def _dequeue(self, entry: _Entry[K]) -> None:
+        self._waiting.remove(HOLE_RANK if entry.is_hole else entry.rank, entry)
 
-    def _is_orphan(self, key: K) -> bool:
-        parent = self._entries[key].parent
-        return parent is not None and parent not in self._entries
+    def _forget(self, entry: _Entry[K]) -> None:
+        """A block that waits no more is gone. Its size is for the caller to book."""
+        del self._entries[entry.key]
+        parent = entry.parent
+        if parent is not None:
+            if parent.children is entry:
+                parent.children = None
+            else:
+                self._part(parent, entry)
+            if parent.pins == GONE:
+                self._less_holes(parent)
+        if entry.children is not None:
+            self._leave_holes(entry)
 
-    def _queue(self, key: K) -> OrderedDict[K, None]:
-        return self._orphans if self._is_orphan(key) else self._reachable
+    def _join(self, parent: _Entry[K], child: _Entry[K]) -> None:
+        """A further child."""
+        if isinstance(parent.children, dict):
+            parent.children[child] = None
+        else:
+            parent.children = dict.fromkeys((*parent.offspring(), child))
 
-    def _enqueue(self, key: K) -> None:
-        self._queue(key)[key] = None
+    def _part(self, parent: _Entry[K], child: _Entry[K]) -> None:
+        """One of several children leaves."""
+        assert isinstance(parent.children, dict)
+        del parent.children[child]
+        if not parent.children:
+            parent.children = None
+
+    def _absent(self, key: K) -> _Entry[K]:
+        """The parent of one more hole."""
+        self.holes += 1
+        entry = self._gone.get(key)
+        if entry is None:
+            entry = self._gone[key] = _Entry(key, 0, None, 0, GONE)
+        return entry
+
+    def _less_holes(self, parent: _Entry[K]) -> None:
+        self.holes -= 1
+        if parent.children is None:
+            del self._gone[parent.key]
+
+    def _leave_holes(self, entry: _Entry[K]) -> None:
+        children = entry.offspring()
+        waiting = [child for child in children if not child.pins]
+        for child in waiting:
+            self._dequeue(child)
+        entry.pins, entry.parent = GONE, None
+        self._gone[entry.key] = entry
+        self.holes += len(children)
+        self._wait(waiting)
+
+    def _return(self, entry: _Entry[K]) -> None:
+        """A block that was gone is back, with those of its children that outlived it."""
+        children = self._gone.pop(entry.key).offspring()
+        entry.children = children[0] if len(children) == 1 else dict.fromkeys(children)
+        self.holes -= len(children)
+        for child in children:
+            if not child.pins:
+                self._dequeue(child)
+            child.parent = entry
+            if not child.pins:
+                self._wait((child,))
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the books do not add up."""
-        assert self.bytes == sum(e.size for e in self._entries.values())
-        assert self.evictable_bytes == sum(e.size for e in self._entries.values() if e.pins == 0)
+        entries = self._entries.values()
+        free = [entry for entry in entries if not entry.pins]
+        assert self.bytes == sum(entry.size for entry in entries)
+        assert self.evictable_bytes == sum(entry.size for entry in free)
+        assert self.holes == sum(entry.is_hole for entry in entries)
         for key, entry in self._entries.items():
+            assert entry.key == key
             assert entry.pins >= 0, f"{key!r} has {entry.pins} pins"
-            orphan = self._is_orphan(key)
-            assert (key in self._orphans) == (orphan and entry.pins == 0), f"{key!r}: orphan queue"
-            assert (key in self._reachable) == (not orphan and entry.pins == 0), f"{key!r}: recency queue"
-            if entry.parent is not None:
-                assert key in self._children[entry.parent], f"{key!r} is unknown to its parent"
-        assert len(self._orphans) + len(self._reachable) == sum(1 for e in self._entries.values() if e.pins == 0)
-        listed = sum(len(children) for children in self._children.values())
-        assert listed == sum(1 for e in self._entries.values() if e.parent is not None)
+            assert entry.parent is None or entry in entry.parent.offspring(), f"{key!r} is unknown to its parent"
+            assert entry.children != {}
+        for key, entry in self._gone.items():
+            assert entry.pins == GONE
+            assert key not in self._entries
+            assert entry.offspring(), f"{key!r} is gone and nobody's parent"
+        for entry in free:
+            rank = HOLE_RANK if entry.is_hole else entry.rank
+            assert entry in self._waiting.queues.get(rank, ()), f"{entry.key!r} does not wait at {rank}"
+        assert sum(len(queue) for queue in self._waiting.queues.values()) == len(free)
+        linked = [child for entry in (*entries, *self._gone.values()) for child in entry.offspring()]
+        assert len(linked) == sum(entry.parent is not None for entry in entries)
+        self._waiting.check_integrity()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from moonpool.core.eviction import Lru
+from moonpool.core.eviction import Eviction
 from moonpool.core.vocabulary import BlockKey, KeySpace, KeySpaceId, Tier
 from moonpool.store.extents import Extents, page_aligned
 
@@ -25,6 +25,8 @@ class Block:
     run_bytes: int
     key: BlockKey | None
     parent: BlockKey | None
+    index: int
+    """In its prompt."""
     checksums: list[int]
     complete: int = 0
     """Bitmask of the runs that are all there."""
@@ -64,8 +66,8 @@ class Change:
 class Blocks:
     extents: Extents
     on_change: Callable[[Change], None]
+    eviction: Eviction[Name]
     resident: dict[Name, Block] = field(default_factory=dict)
-    lru: Lru[Name] = field(default_factory=Lru)
     lingering: dict[int, Block] = field(default_factory=dict)
     """Discarded, by offset, but a transfer still writes into them."""
     saving: dict[Name, Block] = field(default_factory=dict)
@@ -87,16 +89,18 @@ class Blocks:
 
     def could_hold(self, nbytes: int) -> bool:
         """False means that not even an empty list of unpinned blocks would make this much room."""
-        return nbytes <= self.extents.free + self.lru.evictable_bytes - self._saving_bytes()
+        return nbytes <= self.extents.free + self.eviction.evictable_bytes - self._saving_bytes()
 
-    def allocate(self, space: KeySpace, key: BlockKey | None, parent: BlockKey | None, run_bytes: int) -> Block | None:
+    def allocate(
+        self, space: KeySpace, key: BlockKey | None, parent: BlockKey | None, index: int, run_bytes: int
+    ) -> Block | None:
         """Space for one block, at the cost of unpinned ones where it must be; None if there is none."""
         nbytes = run_bytes * space.runs
         if not self.could_hold(page_aligned(nbytes)):
             return None
         offset = self.extents.allocate(nbytes)
         while offset is None:
-            candidates = self.lru.victims(page_aligned(nbytes) + self._saving_bytes())
+            candidates = self.eviction.victims(page_aligned(nbytes) + self._saving_bytes())
             victims = [name for name in candidates if name not in self.saving]
             if not victims:
                 return None
@@ -105,7 +109,7 @@ class Blocks:
                 offset = self.extents.allocate(nbytes)
                 if offset is not None:
                     break
-        return Block(offset, space, run_bytes, key, parent, [0] * space.runs)
+        return Block(offset, space, run_bytes, key, parent, index, [0] * space.runs)
 
     def promote(self, block: Block) -> bool:
         """Make a complete block readable and pin it. False if its key is readable already: the block stays private."""
@@ -113,14 +117,13 @@ class Blocks:
             return False
         parent = None if block.parent is None else (block.space.id, block.parent)
         self.resident[block.name] = block
-        self.lru.add(block.name, page_aligned(block.nbytes), parent)
-        self.lru.pin([block.name])
+        self.eviction.add(block.name, page_aligned(block.nbytes), parent, block.index, pins=1)
         block.resident = True
         self.on_change(Change(True, block.name))
         return True
 
     def evict(self, name: Name) -> None:
-        self.lru.remove(name)
+        self.eviction.remove(name)
         block = self.resident.pop(name)
         block.resident = False
         block.discarded = True
@@ -152,15 +155,15 @@ class Blocks:
 
     def _saving_bytes(self) -> int:
         """Of the blocks that would be evictable if they were not being written to an SSD."""
-        return sum(page_aligned(block.nbytes) for name, block in self.saving.items() if not self.lru.pins(name))
+        return sum(page_aligned(block.nbytes) for name, block in self.saving.items() if not self.eviction.pins(name))
 
     def check_integrity(self, private: Sequence[Block]) -> None:
         """`private`: the blocks that rooms own and that are not resident."""
         self.extents.check_integrity()
-        self.lru.check_integrity()
+        self.eviction.check_integrity()
         assert all(block.resident and block.is_complete and not block.discarded for block in self.resident.values())
-        assert all(name in self.lru for name in self.resident), "a readable block is unknown to eviction"
-        assert len(self.lru) == len(self.resident)
+        assert all(name in self.eviction for name in self.resident), "a readable block is unknown to eviction"
+        assert len(self.eviction) == len(self.resident)
         assert all(block.transfers > 0 and block.discarded for block in self.lingering.values())
         held = [*self.resident.values(), *private, *self.lingering.values()]
         assert len({block.offset for block in held}) == len(held), "two blocks share an extent"

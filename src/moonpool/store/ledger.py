@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NewType
 
 from moonpool.core.events import BlocksRemoved, BlocksStored, Snapshot
+from moonpool.core.eviction import Eviction, EvictionPolicy
 from moonpool.core.vocabulary import (
     BLOCK_KEY_BYTES,
     BlockKey,
@@ -61,11 +62,12 @@ class Ledger:
         incarnation: Incarnation,
         on_pending: Callable[[], None] = lambda: None,
         on_room_ended: Callable[[ClientId, RoomId], None] = lambda client, room: None,
+        eviction: EvictionPolicy = "lru",
     ) -> None:
         """`on_room_ended`: a hand-over room ended while this client was a writer of it."""
         self._lock = threading.Condition(threading.RLock())
         self._announcements = Announcements(node, incarnation, on_pending)
-        self._blocks = Blocks(extents, self._announcements.note)
+        self._blocks = Blocks(extents, self._announcements.note, Eviction(eviction))
         self.shelf = Shelf(self._lock, self._blocks, self._announcements.note)
         self._on_room_ended = on_room_ended
         self._spaces: dict[KeySpaceId, KeySpace] = {}
@@ -143,7 +145,8 @@ class Ledger:
                 extents = self._blocks.extents
                 raise PoolError(
                     f"no room for {len(keys)} blocks of {space.block_bytes} bytes and {tail_tokens} more tokens: "
-                    f"{extents.free} of {extents.capacity} bytes are free, {self._blocks.lru.evictable_bytes} evictable"
+                    f"{extents.free} of {extents.capacity} bytes are free, "
+                    f"{self._blocks.eviction.evictable_bytes} evictable"
                 )
             room.reserved = request, attempt
             room.expires = expires
@@ -333,13 +336,14 @@ class Ledger:
             self._announcements.ask_snapshot()
 
     def counters(self) -> dict[str, float]:
-        """Gauges (capacity_bytes, used_bytes, blocks, rooms, leases, waiters, transfers) and counts since the start."""
+        """Gauges (capacity_bytes, used_bytes, blocks, holes, rooms, leases, …) and counts since the start."""
         with self._lock:
             gauges = {
                 "capacity_bytes": self._blocks.extents.capacity,
                 "used_bytes": self._blocks.extents.used,
-                "evictable_bytes": self._blocks.lru.evictable_bytes,
+                "evictable_bytes": self._blocks.eviction.evictable_bytes,
                 "blocks": len(self._blocks.resident),
+                "holes": self._blocks.eviction.holes,
                 "rooms": len(self._rooms),
                 "leases": len(self._leases),
                 "waiters": sum(len(room.waiters) for room in self._reserved.values()),
@@ -365,7 +369,7 @@ class Ledger:
                 is_listed = room.reserved is not None and self._reserved.get(room.reserved) is room
                 assert is_listed == (room.reserved is not None and not room.ended)
             for name in self._blocks.resident:
-                assert self._blocks.lru.pins(name) == pins[name], (
+                assert self._blocks.eviction.pins(name) == pins[name], (
                     f"{name} is pinned by nobody, or not by all who should"
                 )
             assert all(room.id in self._rooms for room in self._reserved.values())
@@ -412,13 +416,13 @@ class Ledger:
     def _lease(self, client: ClientId, space: KeySpaceId, keys: Sequence[BlockKey]) -> Lease:
         blocks = tuple(self._blocks.leading(space, keys))
         lease = Lease(LeaseId(self._next_id()), client, blocks)
-        self._blocks.lru.pin([block.name for block in blocks])
+        self._blocks.eviction.pin([block.name for block in blocks])
         self._leases[lease.id] = lease
         return lease
 
     def _end_lease(self, lease: Lease) -> None:
         del self._leases[lease.id]
-        self._blocks.lru.unpin([block.name for block in lease.blocks])
+        self._blocks.eviction.unpin([block.name for block in lease.blocks])
         self.shelf.pressed()
 
     def _open(

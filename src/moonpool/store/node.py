@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from moonpool.core.actions import ReleaseRoom, ReserveRoom, SendSnapshot
 from moonpool.core.events import Registered, Reported, RoomConfirmed, RoomRefused
+from moonpool.core.eviction import EvictionPolicy
 from moonpool.core.vocabulary import Capacity, PartKind, Peer
 from moonpool.errors import ConfigError, PeerUnavailableError, PoolError
 from moonpool.messenger.server import TcpServer
@@ -50,6 +51,8 @@ class NodeConfig(Struct, frozen=True):
     token: str | None = None
     connections: int = 2
     """Most tcp connections to one other node."""
+    eviction: EvictionPolicy = "lru"
+    """Of DRAM. The SSD tier goes by `lru`."""
     lease_seconds: float = 120.0
     """The most that a worker of our supervisor may hold a lease; then it is killed."""
     grace: float = 10.0
@@ -77,7 +80,7 @@ async def run_node(link: Link, conductor: str, config: NodeConfig) -> None:
         stack.callback(arena.close)
         messenger = TcpMessenger(config.token, config.connections)
         stack.callback(messenger.close)
-        node = _Node(link, arena, messenger)
+        node = _Node(link, arena, messenger, config.eviction)
         directories = [Path(directory) / link.me.id for directory in config.ssd_dirs] if config.ssd_bytes else []
         # Reading the index of a large SSD takes seconds.
         node.disks = await asyncio.to_thread(
@@ -139,14 +142,16 @@ class _Node:
     disks: Disks
     loader: Loader
 
-    def __init__(self, link: Link, arena: Arena, messenger: TcpMessenger) -> None:
+    def __init__(self, link: Link, arena: Arena, messenger: TcpMessenger, eviction: EvictionPolicy) -> None:
         self._link = link
         self._arena = arena
         self._messenger = messenger
         self._loop = asyncio.get_running_loop()
         self._pending = asyncio.Event()
         self._loads: set[asyncio.Task[None]] = set()
-        self.ledger = Ledger(arena.extents, link.me.id, link.me.incarnation, self._on_pending, self._on_room_ended)
+        self.ledger = Ledger(
+            arena.extents, link.me.id, link.me.incarnation, self._on_pending, self._on_room_ended, eviction
+        )
 
     async def run(self) -> None:
         try:

@@ -87,7 +87,7 @@ def open_room(
         if present is None or index >= affordable:
             missing.append(index)
         else:
-            blocks.lru.pin([present.name])
+            blocks.eviction.pin([present.name])
             room.blocks[index] = present
     room.lacking = tuple(missing)
     if not _take(blocks, room, keys, whole, affordable):
@@ -102,14 +102,14 @@ def _take(blocks: Blocks, room: Room, keys: Sequence[BlockKey], whole: bool, aff
         return False
     # The tail first: a hand-over needs it in any case, and it is small.
     if room.tail_tokens:
-        room.tail = blocks.allocate(room.space, None, None, room.space.tail_run_bytes(room.tail_tokens))
+        room.tail = blocks.allocate(room.space, None, None, len(keys), room.space.tail_run_bytes(room.tail_tokens))
         if room.tail is None and whole:
             return False
     for index in room.lacking:
         if index >= affordable:
             break
         parent = keys[index - 1] if index else None
-        block = blocks.allocate(room.space, keys[index], parent, room.space.run_bytes)
+        block = blocks.allocate(room.space, keys[index], parent, index, room.space.run_bytes)
         if block is None:
             return not whole
         room.blocks[index] = block
@@ -125,7 +125,7 @@ def free_room(blocks: Blocks, room: Room) -> None:
     """Give back everything the room holds. Nobody may read or write it any more, running transfers excepted."""
     for block in room.own():
         blocks.discard(block)
-    blocks.lru.unpin([block.name for block in room.pinned()])
+    blocks.eviction.unpin([block.name for block in room.pinned()])
     room.blocks = [None] * len(room.blocks)
     room.tail = None
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from moonpool.core.eviction import Lru
+from moonpool.core.eviction import Eviction
 from moonpool.core.vocabulary import BlockKey, KeySpace, KeySpaceId, Tier
 from moonpool.store.blocks import Block, Blocks, Change, Name
 from moonpool.store.extents import Extents, page_aligned
@@ -39,7 +39,7 @@ class Saves:
 @dataclass(slots=True)
 class _Volume:
     extents: Extents
-    lru: Lru[Name] = field(default_factory=Lru)
+    lru: Eviction[Name] = field(default_factory=Eviction)
     """Without parents: a continuation is saved before its prefix, which is no reason to give it up first."""
     unlogged: list[Shelved] = field(default_factory=list)
     """Gone, but the index does not know yet."""
@@ -90,7 +90,7 @@ class Shelf:
             removed, volume.unlogged = volume.unlogged, []
             saves = Saves(number, removed=removed)
             taken = 0
-            for name in self._blocks.lru.victims(lacking):
+            for name in self._blocks.eviction.victims(lacking):
                 block = self._blocks.resident[name]
                 if block.saving or name in self._shelved:
                     continue
@@ -179,7 +179,7 @@ class Shelf:
             for name in [name for name, shelved in self._shelved.items() if shelved.volume == number]:
                 del self._shelved[name]
                 self._note(Change(False, name, Tier.SSD))
-            volume.lru = Lru()
+            volume.lru = Eviction()
             volume.extents = Extents(0)
             volume.unlogged = []
             self._reserve = min(self._reserve, sum(volume.extents.capacity for volume in self._volumes) // 2)

@@ -1,0 +1,91 @@
+"""Reads trace files, a line at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from moonpool.errors import TraceError
+from moonpool.trace import azure, mooncake
+from moonpool.trace.request import TraceFormat, TraceRequest
+
+MAX_LINE_BYTES = 16 << 20
+"""The longest prompt of a published trace has a line of 2 KB."""
+BOM = b"\xef\xbb\xbf"
+
+Parse = Callable[[bytes], TraceRequest]
+
+
+class TraceFile:
+    """The requests of a file in its order; each iteration reads it anew, and what is below is of the latest one.
+
+    A malformed line raises TraceError with its number; with `skip_bad` it is counted and left out. A file that cannot
+    be read, is no trace or holds no request raises TraceError in any case.
+    """
+
+    def __init__(self, path: Path, skip_bad: bool = False) -> None:
+        self.path = path
+        self.skip_bad = skip_bad
+        self.format: TraceFormat | None = None
+        self.requests = 0
+        self.skipped = 0
+        self.first_skipped = ""
+        """Its number and what is wrong with it."""
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        self.requests, self.skipped, self.first_skipped = 0, 0, ""
+        try:
+            with self.path.open("rb") as file:
+                yield from self._read(file)
+        except OSError as e:
+            raise TraceError(f"cannot read {self.path}: {e.strerror}") from None
+        if not self.requests:
+            left_out = f" ({self.skipped} malformed, the first: {self.first_skipped})" if self.skipped else ""
+            raise TraceError(f"{self.path} holds no requests{left_out}")
+
+    def _read(self, file: BinaryIO) -> Iterator[TraceRequest]:
+        parse: Parse | None = None
+        for number, line in enumerate(self._lines(file), 1):
+            if not line.strip():
+                continue
+            if parse is None:
+                parse = self._parser(line.removeprefix(BOM), number)
+                if self.format is TraceFormat.AZURE:
+                    continue
+                line = line.removeprefix(BOM)
+            try:
+                request = parse(line)
+            except ValueError as e:
+                self._bad(number, e)
+            else:
+                self.requests += 1
+                yield request
+
+    def _lines(self, file: BinaryIO) -> Iterator[bytes]:
+        number = 0
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if len(line) > MAX_LINE_BYTES:
+                raise TraceError(f"{self.path} line {number} is longer than {MAX_LINE_BYTES >> 20} MiB: not a trace")
+            yield line
+
+    def _parser(self, line: bytes, number: int) -> Parse:
+        if line.lstrip().startswith(b"{"):
+            self.format = TraceFormat.MOONCAKE
+            return mooncake.parse
+        parse = azure.parser(line)
+        if parse is None:
+            raise TraceError(
+                f"{self.path} line {number} is neither a JSON object (Mooncake) nor the header of an Azure CSV, "
+                f"such as `{','.join(azure.HEADER)}`"
+            )
+        self.format = TraceFormat.AZURE
+        return parse
+
+    def _bad(self, number: int, error: ValueError) -> None:
+        what = f"line {number}: {' '.join(str(error).split())}"
+        if not self.skip_bad:
+            raise TraceError(f"{self.path} {what} (--skip-bad leaves such lines out)") from None
+        self.skipped += 1
+        self.first_skipped = self.first_skipped or what
