@@ -1,12 +1,15 @@
 """`make bench`: what this machine gets out of one default cluster (1 prefill, 1 decode, 1 node).
 
 Time to first token cold and with the prefix cached, tokens a second at 1 and 8 streams, and what the whole path
-(gateway, decode worker, sockets) adds to a token against the same engine called directly in this process, in turn.
+(gateway, decode worker, sockets) adds to a token against the same engine called directly in this process, in turn. A
+step of the real model varies by several ms from one to the next on a shared machine, so the added latency is taken on
+the timed engine, whose steps are sleeps of equal length; the real model's two figures stand beside it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import platform
@@ -22,9 +25,11 @@ from rich.progress import track
 from rich.table import Table
 
 from moonpool.bench.cluster import RunningCluster, running_cluster
+from moonpool.engine.engine import Engine
 from moonpool.engine.local import generate
 from moonpool.engine.model import resolve
 from moonpool.engine.runner import TorchEngine
+from moonpool.engine.timed import TimedEngine
 from moonpool.wire.messages import Sampling
 
 REPETITIONS = 7
@@ -58,9 +63,13 @@ async def first_token_ms(client: httpx.AsyncClient, prompt: Sequence[int]) -> fl
 
 
 async def interval_ms(client: httpx.AsyncClient, prompt: Sequence[int], tokens: int) -> float:
-    """Mean time between tokens of one stream, the gap to the second token left out (it holds the hand-over)."""
-    arrivals = [at async for at in stream(client, prompt, tokens)]
-    return (arrivals[-1] - arrivals[1]) / (len(arrivals) - 2) * 1e3
+    """Median time between tokens of one stream."""
+    return median_interval_ms([at async for at in stream(client, prompt, tokens)])
+
+
+def median_interval_ms(times: Sequence[float]) -> float:
+    """The gap to the second token is left out: it holds the hand-over (or the end of prefill)."""
+    return statistics.median(b - a for a, b in itertools.pairwise(times[1:])) * 1e3
 
 
 async def tokens_a_second(client: httpx.AsyncClient, prompts: Sequence[Sequence[int]], tokens: int) -> float:
@@ -75,15 +84,12 @@ async def tokens_a_second(client: httpx.AsyncClient, prompts: Sequence[Sequence[
     return sum(sum(begin < at <= end for at in s) for s in streams) / (end - begin)
 
 
-def direct_interval_ms(engine: TorchEngine, prompt: list[int], tokens: int) -> float:
-    """The same decode on an engine of our own: (all tokens - first token) over the steps between."""
+def direct_interval_ms(engine: Engine, prompt: list[int], tokens: int) -> float:
+    """The same decode on an engine of our own."""
     times: list[float] = []
-    for count in (2, tokens):
-        sampling = Sampling(seed=0, temperature=0.0, max_tokens=count, ignore_eos=True)
-        began = time.perf_counter()
-        generate(engine, [prompt], [sampling], chunk=512)
-        times.append(time.perf_counter() - began)
-    return (times[1] - times[0]) / (tokens - 2) * 1e3
+    sampling = Sampling(seed=0, temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    generate(engine, [prompt], [sampling], chunk=512, on_draw=lambda *_: times.append(time.perf_counter()))
+    return median_interval_ms(times)
 
 
 class Figures:
@@ -111,7 +117,9 @@ CACHED = f"TTFT prefix cached, {PROMPT_TOKENS} tokens (ms)"
 ONE = "tokens/s, 1 stream"
 EIGHT = "tokens/s, 8 streams"
 SERVED = "time between tokens, served (ms)"
-DIRECT = "time between tokens, engine called directly (ms)"
+DIRECT = "time between tokens, called directly (ms)"
+TIMED_SERVED = "the same on the timed engine, served (ms)"
+TIMED_DIRECT = "the same on the timed engine, called directly (ms)"
 ADDED = "added by the path, per token (ms)"
 
 
@@ -141,9 +149,22 @@ async def measure(cluster: RunningCluster, engine: TorchEngine, figures: Figures
                 (EIGHT, eight),
                 (SERVED, served),
                 (DIRECT, direct),
-                (ADDED, served - direct),
             ):
                 figures.add(name, value)
+
+
+async def measure_path(cluster: RunningCluster, figures: Figures, progress: Iterator[int]) -> None:
+    """On a cluster of the timed engine: what is not sleep is the path."""
+    engine = TimedEngine(page_count=64)
+    prompt = list(range(100, 132))
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=600) as client:
+        for warm_up in (True, *[False] * REPETITIONS):
+            served = await interval_ms(client, prompt, DECODE_TOKENS)
+            direct = await asyncio.to_thread(direct_interval_ms, engine, prompt, DECODE_TOKENS)
+            next(progress, None)
+            if not warm_up:
+                for name, value in ((TIMED_SERVED, served), (TIMED_DIRECT, direct), (ADDED, served - direct)):
+                    figures.add(name, value)
 
 
 def main() -> None:
@@ -156,6 +177,11 @@ def main() -> None:
         progress = iter(track(range(REPETITIONS + 1), description="measuring", console=console))
         next(progress)
         asyncio.run(measure(cluster, engine, figures, progress))
+        del engine
+    with running_cluster("--engine", "timed") as cluster:
+        progress = iter(track(range(REPETITIONS + 1), description="measuring the path", console=console))
+        next(progress)
+        asyncio.run(measure_path(cluster, figures, progress))
     console.print(figures.table())
     added = figures.median(ADDED)
     speedup = figures.median(COLD) / figures.median(CACHED)

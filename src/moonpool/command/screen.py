@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
+import sys
 import time
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,6 +18,15 @@ from moonpool.live.supervisor import Progress
 def reachable(host: str) -> str:
     """An address for a client on this machine."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+
+
+def command() -> str:
+    """How this very program is called from here."""
+    found = shutil.which("moonpool")
+    beside = Path(sys.executable).with_name("moonpool")
+    if found is not None and Path(found) == beside:
+        return "moonpool"
+    return str(beside) if beside.exists() else f"{sys.executable} -m moonpool"
 
 
 class Screen:
@@ -55,11 +67,12 @@ class Screen:
         host, port = self._config.front.host, self._config.front.port
         shown = f"[{host}]" if ":" in host else reachable(host)
         url = f"http://{shown}:{port}"
-        body = f'{{"model": "{self._config.served_name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+        body = f'{{"model": "{self._config.served_name}", "messages": [{{"role": "user", "content": "Hello!"}}]'
+        body += ', "temperature": 0}'
         self._say(f"[bold green]ready[/] after {time.monotonic() - self._began:.1f} s: [bold]{url}[/]")
         self._say(
             f"\n  curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n       -d '{body}'\n\n"
-            "Ctrl-C stops everything; `moonpool status` shows the cluster.",
+            f"Ctrl-C stops everything; `{command()} status --url {url}` shows the cluster.",
             markup=False,
         )
 

@@ -23,7 +23,8 @@ LABEL = "moonpool.label"
 """Key of the request's id in the ASGI scope."""
 SUMMARY = "moonpool.summary"
 """Key of what an endpoint adds to the request's log line."""
-_QUIET = frozenset({"/health", "/ready", "/metrics"})
+_QUIET = frozenset({"/health", "/ready", "/metrics", "/cluster"})
+"""Asked for again and again by machines: no news."""
 _WILDCARDS = ("", "0.0.0.0", "::")
 
 
