@@ -97,7 +97,7 @@ def test_a_request_goes_from_arrival_to_its_end() -> None:
         state = msgspec.json.decode(description.state)
         assert description.serial == 7
         assert state["decisions"]["placed"] == state["decisions"]["finished"] == 1
-        assert state["counters"] == {"decode-0": {"steps": 8.0}}
+        assert state["counters"] == {"decode-0": {"steps": 8.0}, "conductor": {"integrity_failures": 0.0}}
         assert not any(state["requests"].values())
 
     run(test)

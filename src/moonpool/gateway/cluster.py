@@ -16,7 +16,7 @@ from moonpool.errors import PeerUnavailableError
 from moonpool.gateway.generation import Cancelled, Completed, Ending, Generation, Job, Refused, chains_of
 from moonpool.gateway.meters import Meters
 from moonpool.wire.link import Link
-from moonpool.wire.membership import Membership
+from moonpool.wire.membership import Books, Membership
 from moonpool.wire.messages import (
     Describe,
     Description,
@@ -42,6 +42,8 @@ class Cluster:
         self._link = link
         self._model = model
         self._meters = meters
+        self.books = Books(self.check_integrity)
+        """Checked while nothing is in flight."""
         self._membership = Membership(link, conductor, self._describe, self._report, self._counters)
         self._live: dict[RequestId, Generation] = {}
         self._requests = 0
@@ -179,7 +181,8 @@ class Cluster:
         return Reported(id=me.id, incarnation=me.incarnation, queued=self.waiting, running=self.running)
 
     def _counters(self) -> dict[str, float]:
-        return {**self.totals, "in_flight": len(self._live)}
+        broken = self.books.failures if self._live else self.books.audit()
+        return {**self.totals, "in_flight": len(self._live), "integrity_failures": broken}
 
     # ---- what other parts say
 

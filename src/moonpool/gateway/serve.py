@@ -23,6 +23,7 @@ from moonpool.gateway.meters import Meters
 from moonpool.gateway.seats import Seats
 from moonpool.gateway.tokenizer import Tokenizer
 from moonpool.wire.link import Link
+from moonpool.wire.membership import Books
 from moonpool.wire.security import is_loopback
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class Gateway:
         self.cluster = Cluster(link, conductor, config.served_model_name, self.meters)
         self.seats = Seats(config.max_concurrent)
         self.answers = AnswerMemory(config.answers_remembered, tokenizer.special)
+        self.cluster.books = Books(self.check_integrity)
         self._intake = Intake(config, tokenizer, self.answers)
         self.meters.watch("num_requests_running", "Requests at a worker.", lambda: self.cluster.running)
         self.meters.watch("num_requests_waiting", "Requests that wait for a place.", lambda: self.cluster.waiting)

@@ -18,6 +18,7 @@ from moonpool.core import events as ev
 from moonpool.core.conductor import Conductor, ConductorConfig
 from moonpool.core.vocabulary import NodePeer, PartId, Peer, RequestId
 from moonpool.wire.link import Link
+from moonpool.wire.membership import Books
 from moonpool.wire.messages import Counters, Describe, Description, Envelope
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,9 @@ class _Driver:
     def __init__(self, link: Link, conductor: Conductor) -> None:
         self._link = link
         self._conductor = conductor
+        self._books = Books(conductor.check_integrity)
+        self._changed = True
+        """Something has happened since the books were checked."""
         self._clock = asyncio.get_running_loop().time
         self._wake_at: float | None = None
         self._wake_changed = asyncio.Event()
@@ -81,11 +85,15 @@ class _Driver:
     def describe(self) -> bytes:
         """The body of GET /cluster: `core.state.ConductorState` as JSON, with the counters of its parts."""
         state = self._conductor.describe(self._clock())
+        if self._changed and not any(state.requests.values()):
+            self._changed = False
+            self._books.audit()
         counters = {
             part.id: self._counters[id_].values
             for part in state.parts
             if (id_ := PartId(part.id)) in self._counters and self._counters[id_].incarnation == part.incarnation
         }
+        counters["conductor"] = {"integrity_failures": float(self._books.failures)}
         return msgspec.json.encode(msgspec.structs.replace(state, counters=counters))
 
     def _apply(self, event: ev.Event, sender: Peer) -> None:
@@ -97,6 +105,7 @@ class _Driver:
             raise
         if isinstance(event, ev.Registered | ev.Lost | ev.Woke):
             self._note_fleet()
+        self._changed |= not isinstance(event, ev.Reported | ev.Woke)
         for action in actions:
             self._perform(action, sender)
 

@@ -19,10 +19,11 @@ from moonpool.core.vocabulary import PartId, PartKind, Peer, RequestId
 from moonpool.engine.engine import Draw, Engine, Row
 from moonpool.errors import MoonpoolError
 from moonpool.live.sink import copy_in_room, keep
-from moonpool.live.worker import Books, Endings, WorkerLife, describe, in_thread
+from moonpool.live.worker import Endings, WorkerLife, describe, in_thread
 from moonpool.store.pending import awaited
 from moonpool.store.views import RoomContents
 from moonpool.wire.link import Link
+from moonpool.wire.membership import Books
 from moonpool.wire.messages import Abandon, Envelope, HandOver, Stop, TokenOut, Tokens, Work
 
 log = logging.getLogger(__name__)

@@ -18,10 +18,11 @@ from moonpool.core.vocabulary import PartId, PartKind, Peer, RequestId
 from moonpool.engine.engine import Draw, Engine, Row
 from moonpool.errors import MoonpoolError, PeerUnavailableError
 from moonpool.live.sink import Sink, copy_in
-from moonpool.live.worker import Books, Endings, WorkerLife, describe, in_thread
+from moonpool.live.worker import Endings, WorkerLife, describe, in_thread
 from moonpool.messenger.tcp import TcpMessenger
 from moonpool.store.pending import awaited
 from moonpool.wire.link import Link
+from moonpool.wire.membership import Books
 from moonpool.wire.messages import Abandon, Envelope, HandOver, PrefillOrder, TokenOut, Tokens, Work
 
 log = logging.getLogger(__name__)

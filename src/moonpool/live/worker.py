@@ -86,23 +86,6 @@ async def in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
         raise
 
 
-class Books:
-    """Counts, while a worker is at rest, how often its state machine's books did not balance (never, one hopes)."""
-
-    def __init__(self, check: Callable[[], None]) -> None:
-        self._check = check
-        self.failures = 0
-
-    def audit(self) -> int:
-        """Check now. Returns the failures so far."""
-        try:
-            self._check()
-        except AssertionError:
-            self.failures += 1
-            log.exception("the books of this worker do not balance")
-        return self.failures
-
-
 def describe(link: Link, kind: PartKind, engine: Engine, slots: int, model: str) -> Registered:
     """What a worker says of itself; its node is named once it has found it."""
     capacity = Capacity(pages=engine.page_count, slots=slots, context_tokens=engine.context_tokens)

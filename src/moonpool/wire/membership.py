@@ -35,6 +35,23 @@ class Absences:
         return [peer for peer, since in self._since.items() if now - since >= ABSENCE_SECONDS]
 
 
+class Books:
+    """Counts, while a part is at rest, how often its books did not balance (never, one hopes)."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+        self.failures = 0
+
+    def audit(self) -> int:
+        """Check now. Returns the failures so far."""
+        try:
+            self._check()
+        except AssertionError:
+            self.failures += 1
+            log.exception("the books of this process do not balance")
+        return self.failures
+
+
 class Membership:
     """One part's place in the cluster.
 
