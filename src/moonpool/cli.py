@@ -146,11 +146,12 @@ def trace_hits(
     block_size: BlockSize = 512,
     skip_bad: SkipBad = False,
     as_json: AsJson = False,
+    jobs: Annotated[int, typer.Option(min=0, max=64, help="Processes; 0: as many as cores.")] = 0,
 ) -> int:
     """What share of a trace's prompts one pool would hold, by capacity and eviction policy."""
     from moonpool.command.trace import hits as run
 
-    return run(file, capacity, policy, block_size, skip_bad, as_json)
+    return run(file, capacity, policy, block_size, skip_bad, as_json, jobs)
 
 
 @trace_app.command("describe")

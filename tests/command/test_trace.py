@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
+from moonpool.command import replays
 from moonpool.command.trace import describe, hits, ratio, read_capacities, read_policies
 from moonpool.errors import ConfigError, TraceError
 
@@ -46,6 +48,27 @@ def test_hits_as_json_is_the_same_in_full(trace: Path, capsys: pytest.CaptureFix
         ("lru", 3, 0.4),
     ]
     assert report["hit_ratios"][1]["evictions"] == 3
+
+
+def test_several_processes_find_the_same(
+    trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with trace.open("a") as file:
+        file.write("[oops]\n")
+    reports = []
+    monkeypatch.setattr(replays, "BLOCKS_A_JOB", 1)
+    for jobs in (1, 3):
+        hits(trace, "inf,3,2,1", "lru,lfu", 10, skip_bad=True, as_json=True, jobs=jobs)
+        reports.append(json.loads(capsys.readouterr().out))
+    assert reports[0] == reports[1]
+    assert [r["capacity"] for r in reports[1]["hit_ratios"]] == [None, 3, 2, 1] * 2
+
+
+def test_a_replay_that_fails_elsewhere_is_no_result(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replays, "BLOCKS_A_JOB", 1)
+    monkeypatch.setattr(replays, "COMMAND", (sys.executable, "-c", "raise SystemExit('moonpool: out of luck')"))
+    with pytest.raises(TraceError, match=r"another process ended: out of luck \(try --jobs 1\)"):
+        hits(trace, "inf,3", "lru", 10, skip_bad=False, as_json=True, jobs=2)
 
 
 def test_what_was_left_out_or_does_not_fit_is_said(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:

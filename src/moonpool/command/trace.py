@@ -13,11 +13,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from moonpool.command.machine import cores
+from moonpool.command.replays import replay
 from moonpool.core.eviction import EvictionPolicy
 from moonpool.errors import ConfigError, TraceError
 from moonpool.trace.describe import Description, Spread
 from moonpool.trace.describe import describe as describe_requests
-from moonpool.trace.hits import HitRatio, hit_ratios, load
+from moonpool.trace.hits import HitRatio, load
 from moonpool.trace.read import TraceFile
 
 COUNTS = {"k": 10**3, "m": 10**6}
@@ -50,15 +52,15 @@ class DescriptionReport(msgspec.Struct, frozen=True):
     description: Description
 
 
-def hits(file: Path, capacity: str, policy: str, block_size: int, skip_bad: bool, as_json: bool) -> int:
-    """Print the hit ratios of a global pool. Raises ConfigError or TraceError."""
+def hits(file: Path, capacity: str, policy: str, block_size: int, skip_bad: bool, as_json: bool, jobs: int = 1) -> int:
+    """Print the hit ratios of a global pool. `jobs`: processes, 0 for one a core. Raises ConfigError or TraceError."""
     capacities, policies = read_capacities(capacity), read_policies(policy)
     trace = TraceFile(file, skip_bad)
     loaded = load(trace, block_size)
     if not loaded.blocks:
         raise TraceError(f"{file} has no block ids (hash_ids): what a pool would hit cannot be told from lengths alone")
     with Console(stderr=True).status(f"replaying {len(loaded.requests)} requests", spinner="dots"):
-        ratios = tuple(hit_ratios(loaded, capacities, policies))
+        ratios = replay(loaded, file, skip_bad, capacities, policies, jobs or cores())
     if as_json:
         report = HitReport(
             file=str(file),
