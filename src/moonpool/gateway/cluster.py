@@ -107,11 +107,15 @@ class Cluster:
     def lacks(self) -> str | None:
         """What keeps the fleet from serving, or None."""
         fleet = self._membership.fleet
-        kinds = {part.kind for part in fleet.parts} if fleet is not None else set()
+        if fleet is None or not fleet.nodes:
+            return "no node is in the cluster"
+        nodes = {node.id for node in fleet.nodes}
+        # A worker registers before it has found its node; until then nothing can be placed there.
+        kinds = {part.kind for part in fleet.parts if part.node in nodes}
         for kind in (PartKind.PREFILL, PartKind.DECODE):
             if kind not in kinds:
                 return f"no {kind.value} worker is in the cluster"
-        return None if fleet is not None and fleet.nodes else "no node is in the cluster"
+        return None if fleet.context_tokens else "no prefill and decode worker of the cluster go together"
 
     def submit(self, job: Job, changed: Callable[[], None]) -> Generation:
         self._requests += 1
