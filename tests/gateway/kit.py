@@ -67,6 +67,9 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.002)
 
 
+NODE = PartId("node-0")
+
+
 class Stage:
     """What the test drives. `heard` holds, per part, what the gateway has sent it, oldest first."""
 
@@ -74,7 +77,7 @@ class Stage:
         self.conductor = Link(PartId("conductor"), "127.0.0.1", 0, None)
         self.prefill = Link(PartId("prefill-0"), "127.0.0.1", 0, None)
         self.decode = Link(PartId("decode-0"), "127.0.0.1", 0, None)
-        self.node = NodePeer(PartId("node-0"), self.prefill.me.incarnation, self.prefill.me.address, "127.0.0.1:9", "")
+        self.node = NodePeer(NODE, self.prefill.me.incarnation, self.prefill.me.address, "127.0.0.1:9", "")
         self.heard: dict[str, list[Message]] = {"conductor": [], "prefill-0": [], "decode-0": []}
         self.client = httpx.AsyncClient(timeout=HANG, trust_env=False)
         self.gateway: Gateway
@@ -100,11 +103,17 @@ class Stage:
             link.close()
         await self.client.aclose()
 
-    def announce(self, *, parts: Sequence[Link] | None = None, spaces: tuple[KeySpace, ...] = (SPACE,)) -> None:
+    def announce(
+        self,
+        *,
+        parts: Sequence[Link] | None = None,
+        spaces: tuple[KeySpace, ...] = (SPACE,),
+        on: PartId | None = NODE,
+    ) -> None:
         """Tell the gateway who is in the fleet."""
         kinds = {self.prefill: PartKind.PREFILL, self.decode: PartKind.DECODE}
         members = tuple(
-            FleetPart(kinds[link], link.me, Capacity(pages=8, context_tokens=CONTEXT), PartId("node-0"), MODEL)
+            FleetPart(kinds[link], link.me, Capacity(pages=8, context_tokens=CONTEXT), on, MODEL)
             for link in (kinds if parts is None else parts)
         )
         fleet = FleetChanged(self.front, members, (self.node,), spaces, CONTEXT if spaces else 0)

@@ -23,7 +23,7 @@ from moonpool.gateway.serve import listen, run_gateway
 from moonpool.gateway.tokenizer import Tokenizer
 from moonpool.wire.link import Link
 from tests.gateway.conftest import Open
-from tests.gateway.kit import CONTEXT, END, MODEL, Answer, Stage, chat_body, run
+from tests.gateway.kit import CONTEXT, END, MODEL, Answer, Stage, chat_body, run, until
 
 
 def spelling(tokenizer: Tokenizer, text: str) -> Answer:
@@ -45,6 +45,21 @@ def test_models_and_health(opened: Open) -> None:
             assert (await get(s.url + "/health")).status_code == 200
             assert (await get(s.url + "/ready")).json() == {"ready": True}
             assert (await get(s.url + "/version")).json()["version"]
+
+    run(test())
+
+
+def test_workers_that_have_no_node_yet_make_nothing_ready(opened: Open) -> None:
+    async def test() -> None:
+        async with opened() as s:
+            s.announce(on=None)
+            await until(lambda: s.gateway.cluster.lacks)
+            ready = await s.client.get(s.url + "/ready")
+            assert ready.status_code == 503
+            assert "no prefill worker" in ready.text
+            s.announce()
+            await until(lambda: not s.gateway.cluster.lacks)
+            assert (await s.client.get(s.url + "/ready")).status_code == 200
 
     run(test())
 
