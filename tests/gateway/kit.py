@@ -73,6 +73,9 @@ NODE = PartId("node-0")
 class Stage:
     """What the test drives. `heard` holds, per part, what the gateway has sent it, oldest first."""
 
+    will_be_ready = True
+    """Whether its fleet can serve."""
+
     def __init__(self) -> None:
         self.conductor = Link(PartId("conductor"), "127.0.0.1", 0, None)
         self.prefill = Link(PartId("prefill-0"), "127.0.0.1", 0, None)
@@ -324,7 +327,7 @@ async def stage(
     scene.start()
     life = asyncio.create_task(scene.gateway.run(listener))
     try:
-        await until(lambda: life.done() or scene.gateway.cluster.lacks is None)
+        await until(lambda: life.done() or not scene.will_be_ready or scene.gateway.cluster.lacks is None)
         yield scene
         scene.gateway.check_integrity()
         await until(lambda: scene.gateway.seats.taken == 0)

@@ -461,6 +461,7 @@ def test_the_fleet_may_lose_everything(opened: Open) -> None:
 def test_before_there_is_a_fleet_503(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     announce = Stage.announce
     monkeypatch.setattr(Stage, "announce", lambda self: announce(self, spaces=()))
+    monkeypatch.setattr(Stage, "will_be_ready", False)
 
     async def test() -> None:
         async with opened() as s:
