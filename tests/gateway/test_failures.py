@@ -247,13 +247,18 @@ def test_a_client_that_leaves_while_its_prompt_is_read(opened: Open) -> None:
     run(test())
 
 
-def test_a_client_that_leaves_during_tokenizing_is_never_submitted(opened: Open) -> None:
+def test_a_client_that_leaves_during_tokenizing_is_not_left_with_the_conductor(opened: Open) -> None:
     async def test() -> None:
         async with opened() as s:
             with caller(s, stop="x", user="y" * 100, metadata={"long": "a b " * 500_000}):
                 await until(lambda: s.gateway.seats.taken == 1)
             await until(lambda: s.gateway.seats.taken == 0)
-            assert len(s.got("conductor", RequestArrived)) == len(s.got("conductor", RequestCancelled))
+            with contextlib.closing(Caller(s, chat_body(max_tokens=5))):
+                # Messages keep their order: once this request has arrived, what the first led to has too.
+                await until(lambda: [a for a in s.got("conductor", RequestArrived) if a.max_output_tokens == 5])
+                gone = {c.request for c in s.got("conductor", RequestCancelled)}
+                left = [a for a in s.got("conductor", RequestArrived) if a.request not in gone]
+                assert [a.max_output_tokens for a in left] == [5]
 
     run(test())
 
