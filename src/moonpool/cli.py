@@ -48,6 +48,20 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 CLUSTER = ("model", "fleet", "pool", "batch", "front", "placement", "log")
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"moonpool {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _all(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None: ...
+
+
 def main() -> None:
     """Run the command. A user's mistake is one line on stderr and exit status 2."""
     try:
@@ -141,8 +155,12 @@ def doctor(
 @trace_app.command("hits")
 def trace_hits(
     file: TraceArgument,
-    capacity: Annotated[str, typer.Option(help="Blocks in the pool.")] = "inf,100k,50k,30k,10k,1k",
-    policy: Annotated[str, typer.Option(help="What a full pool gives up.")] = "lru,lfu,length-aware",
+    capacity: Annotated[
+        str, typer.Option(help="Blocks in the pool: numbers like 500, 30k, 2m, inf, with commas between.")
+    ] = "inf,100k,50k,30k,10k,1k",
+    policy: Annotated[
+        str, typer.Option(help="What a full pool gives up first: policies, with commas between.")
+    ] = "lru,lfu,length-aware",
     block_size: BlockSize = 512,
     skip_bad: SkipBad = False,
     as_json: AsJson = False,

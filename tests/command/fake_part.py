@@ -2,7 +2,8 @@
 
 It appends a JSON line to the file NOTES for each life. Behaviours: `good`, `conductor` (notes the losses it hears of),
 `mistake` (exit 2), `crash` (exit 1 before it is up), `once` (exits 3 after its first start, then lives), `deaf`
-(ignores SIGTERM), `stuck` (its event loop never runs again).
+(ignores SIGTERM), `stuck` (its event loop never runs again), `slow` (takes a while to end, then notes whether the part
+`node` still runs).
 """
 
 from __future__ import annotations
@@ -34,6 +35,12 @@ def block() -> None:
         time.sleep(60)
 
 
+def look_for_node(notes: Path) -> None:
+    time.sleep(0.3)
+    node = json.loads(notes.with_name("node").read_text().splitlines()[-1])["pid"]
+    note(notes.with_suffix(".left"), node_runs=Path(f"/proc/{node}/cwd").exists())
+
+
 def prepare(behaviour: str, notes: Path, rest: list[str]) -> Work:
     lives = len(notes.read_text().splitlines()) if notes.exists() else 0
     note(notes, pid=os.getpid(), arguments=rest, token=os.environ[TOKEN])
@@ -53,12 +60,16 @@ def prepare(behaviour: str, notes: Path, rest: list[str]) -> Work:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if behaviour == "stuck":
             block()
-        while True:
-            match (await link.receive()).body:
-                case Lost(id=id, incarnation=incarnation, reason=reason):
-                    note(notes.with_suffix(".lost"), id=id, incarnation=incarnation, reason=reason)
-                case _:
-                    pass
+        try:
+            while True:
+                match (await link.receive()).body:
+                    case Lost(id=id, incarnation=incarnation, reason=reason):
+                        note(notes.with_suffix(".lost"), id=id, incarnation=incarnation, reason=reason)
+                    case _:
+                        pass
+        finally:
+            if behaviour == "slow":
+                look_for_node(notes)
 
     return work
 

@@ -126,7 +126,8 @@ def test_every_command_has_help(runtime: Path) -> None:
 def test_version(runtime: Path) -> None:
     from moonpool import __version__
 
-    assert moonpool("version", runtime=runtime).stdout == f"moonpool {__version__}\n"
+    for word in ("version", "--version"):
+        assert moonpool(word, runtime=runtime).stdout == f"moonpool {__version__}\n"
 
 
 def test_a_module_of_the_same_name_in_the_directory_does_not_matter(tmp_path: Path, runtime: Path) -> None:

@@ -107,6 +107,17 @@ def test_parts_start_in_order_and_stop_promptly(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_parts_end_before_what_they_stand_on(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        fleet = Fleet(tmp_path, node="good", worker="slow")
+        async with running(fleet):
+            pass
+        assert json.loads((tmp_path / "worker.left").read_text()) == {"node_runs": True}
+        assert not is_running(fleet.pid("node"))
+
+    asyncio.run(scenario())
+
+
 def test_a_killed_part_comes_back_and_the_conductor_hears_of_it(tmp_path: Path) -> None:
     async def scenario() -> None:
         fleet = Fleet(tmp_path, worker="good")

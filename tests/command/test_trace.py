@@ -78,7 +78,7 @@ def test_what_was_left_out_or_does_not_fit_is_said(trace: Path, capsys: pytest.C
         hits(trace, "inf", "lru", 10, skip_bad=False, as_json=False)
     hits(trace, "inf", "lru", 512, skip_bad=True, as_json=False)
     out = " ".join(capsys.readouterr().out.split())
-    assert "1 malformed lines were left out, the first: line 5" in out
+    assert "malformed lines left out: 1, the first: line 5" in out
     assert "4 requests have more or fewer ids than blocks of 512 tokens" in out
 
 

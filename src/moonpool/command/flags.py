@@ -80,7 +80,7 @@ def _keyword(name: str, annotation: object) -> inspect.Parameter:
 
 def _flag(key: Key) -> inspect.Parameter:
     panel = f"{key.section.capitalize()}"
-    text = key.description if key.default is None else f"{key.description} (default {_shown(key)})"
+    text = key.description if key.default in (None, "") else f"{key.description} (default {_shown(key)})"
     if key.choices:
         text = f"{key.description}: {', '.join(key.choices)} (default {_shown(key)})"
     if key.is_switch:
@@ -95,7 +95,7 @@ def _metavar(key: Key) -> str:
         return "NAME"
     if key.unit:
         return "SIZE" if key.unit == "bytes" else "DURATION"
-    return "N" if isinstance(key.default, int) else "TEXT"
+    return "N" if isinstance(key.default, int | float) else "TEXT"
 
 
 def _shown(key: Key) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import shutil
 import sys
 import time
@@ -30,40 +31,33 @@ def command() -> str:
 
 
 class Screen:
-    """Progress lines; on a terminal also a line that says what is awaited."""
+    """Progress lines. Nothing moves: the parts' log lines come to the same terminal."""
 
     def __init__(self, config: Config) -> None:
         self._console = Console(highlight=False)
         self._began = time.monotonic()
         self._config = config
-        self._coming: dict[str, None] = {}
         fleet = config.fleet
         self._say(
             f"[bold]moonpool[/] serves {escape(config.served_name)} ({config.model.engine}): "
             f"{fleet.prefill} prefill, {fleet.decode} decode, {fleet.nodes} node{'s' if fleet.nodes > 1 else ''}"
         )
-        self._status = self._console.status("starting", spinner="dots") if self._console.is_terminal else None
-        if self._status:
-            self._status.start()
+        if config.model.engine == "timed":
+            self._say(
+                "  the timed engine computes nothing: it sleeps as long as a model would, and its answers are made up"
+            )
 
     def show(self, progress: Progress) -> None:
         since = f"{time.monotonic() - self._began:6.1f} s"
         match progress.state:
             case "starting":
-                self._coming[progress.part] = None
+                self._say(f"  [dim]starts[/] {progress.part:12} {since}")
             case "up":
-                self._coming.pop(progress.part, None)
                 self._say(f"  [green]up[/]     {progress.part:12} {since}")
             case _:
-                self._coming.pop(progress.part, None)
                 self._say(f"  [red]ended[/]  {progress.part:12} {since}  {escape(progress.detail)}; starting it again")
-        self._await(", ".join(self._coming))
-
-    def waiting(self) -> None:
-        self._await("the cluster")
 
     def ready(self) -> None:
-        self._await("")
         host, port = self._config.front.host, self._config.front.port
         shown = f"[{host}]" if ":" in host else reachable(host)
         url = f"http://{shown}:{port}"
@@ -72,26 +66,12 @@ class Screen:
         self._say(f"[bold green]ready[/] after {time.monotonic() - self._began:.1f} s: [bold]{url}[/]")
         self._say(
             f"\n  curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n       -d '{body}'\n\n"
-            f"Ctrl-C stops everything; `{command()} status --url {url}` shows the cluster.",
+            f"Ctrl-C stops everything; `{shlex.quote(command())} status --url {url}` shows the cluster.",
             markup=False,
         )
 
     def stopping(self) -> None:
-        self._await("")
         self._say("stopping")
-
-    def close(self) -> None:
-        if self._status:
-            self._status.stop()
-
-    def _await(self, what: str) -> None:
-        if self._status is None:
-            return
-        if what:
-            self._status.update(f"waiting for {what}")
-            self._status.start()
-        else:
-            self._status.stop()
 
     def _say(self, line: str, markup: bool = True) -> None:
         """A reader that has gone away (`| head`) does not end the cluster; rich would end the process."""

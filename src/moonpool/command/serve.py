@@ -136,13 +136,11 @@ async def _supervise(config: Config, plans: list[PartPlan], token: str, director
         await supervisor.run()
     finally:
         greeting.cancel()
-        screen.close()
     return 0
 
 
 async def _greet(supervisor: Supervisor, screen: Screen, config: Config) -> None:
     await supervisor.all_up()
-    screen.waiting()
     while True:
         if await _is_ready(config.front.host, config.front.port):
             return screen.ready()

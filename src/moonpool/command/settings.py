@@ -164,6 +164,8 @@ def _wanted(key: Key) -> str:
         return f"a duration like 30s or 200ms{limits}"
     if isinstance(key.type, shape.IntType):
         return f"a whole number{limits}"
+    if isinstance(key.type, shape.FloatType):
+        return f"a number{limits}"
     if isinstance(key.type, shape.StrType) and key.type.pattern:
         return "a name of 1 to 64 letters, digits, dots, dashes"
     return "text" + (" that is not empty" if isinstance(key.type, shape.StrType) and key.type.min_length else "")

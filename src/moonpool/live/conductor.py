@@ -16,7 +16,7 @@ import msgspec
 from moonpool.core import actions as act
 from moonpool.core import events as ev
 from moonpool.core.conductor import Conductor, ConductorConfig
-from moonpool.core.vocabulary import NodePeer, PartId, Peer, RequestId
+from moonpool.core.vocabulary import KeySpaceId, NodePeer, PartId, Peer, RequestId
 from moonpool.wire.link import Link
 from moonpool.wire.membership import Books
 from moonpool.wire.messages import Counters, Describe, Description, Envelope
@@ -53,6 +53,8 @@ class _Driver:
         self._counters: dict[PartId, Counters] = {}
         self._labels: OrderedDict[RequestId, str] = OrderedDict()
         self._there: dict[PartId, str] = {}
+        self._spaces: dict[PartId, tuple[str, KeySpaceId]] = {}
+        """Model and key space of each worker that is there."""
 
     async def receive(self) -> None:
         while True:
@@ -135,10 +137,27 @@ class _Driver:
             self._labels.move_to_end(event.request)
             if len(self._labels) > REMEMBERED_LABELS:
                 self._labels.popitem(last=False)
+        if isinstance(event, ev.Registered):
+            self._note_space(event)
         if isinstance(event, ev.Lost):
             log.info("%s reported lost: %s", event.id, event.reason)
         elif log.isEnabledFor(logging.DEBUG) and not isinstance(event, ev.Woke | ev.Reported):
             log.debug("%s %s", _brief(event), self._label(getattr(event, "request", None)))
+
+    def _note_space(self, event: ev.Registered) -> None:
+        """Workers of one model that cannot share KVCache are never placed together, which looks like idleness."""
+        if event.space is None:
+            return
+        others = [
+            id_ for id_, (model, space) in self._spaces.items() if model == event.model and space != event.space.id
+        ]
+        if others and self._spaces.get(event.peer.id) != (event.model, event.space.id):
+            log.warning(
+                "%s cannot share KVCache with %s: its model, dtype, layout or block size is another one",
+                event.peer.id,
+                ", ".join(others),
+            )
+        self._spaces[event.peer.id] = event.model, event.space.id
 
     def _note_answer(self, action: act.Place | act.Reject | act.Hold | act.Resubmit) -> None:
         label = self._label(action.request)
@@ -159,11 +178,15 @@ class _Driver:
     def _note_fleet(self) -> None:
         now: dict[PartId, str] = {part.id: part.incarnation for part in self._conductor.parts()}
         for id_, incarnation in now.items():
-            if self._there.get(id_) != incarnation:
+            before = self._there.get(id_)
+            if before is None:
                 log.info("%s registered (%s)", id_, incarnation)
+            elif before != incarnation:
+                log.warning("%s registered (%s) in place of another process of this id (%s)", id_, incarnation, before)
         for id_ in self._there:
             if id_ not in now:
                 log.info("%s lost", id_)
+                self._spaces.pop(id_, None)
         self._there = now
 
     def _label(self, request: RequestId | None) -> str:

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 TOKEN_ENV = "MOONPOOL_CLUSTER_TOKEN"
 KILL_SECONDS = 4.0
 """From SIGTERM to SIGKILL; parts end themselves after 3 s."""
+FIRST_LEAVE_SECONDS = 2.0
+"""Of that, what workers have before their nodes are told to end too."""
 STARTS = 3
 """Attempts of a part that has not come up yet, before the whole cluster ends."""
 MISTAKES = 5
@@ -229,15 +231,23 @@ class Supervisor:
         self._notify(Progress(child.plan.id, "ended", reason))
 
     async def _end(self, children: Sequence[Child]) -> None:
-        """SIGTERM, then SIGKILL after KILL_SECONDS; returns when these processes are gone."""
+        """SIGTERM, then SIGKILL after KILL_SECONDS; returns when these processes are gone.
+
+        Those that stand on others end first, so that none of them finds what it stands on gone.
+        """
         running = [child for child in children if child.process is not None and child.process.returncode is None]
-        for child in running:
-            child.signal(signal.SIGTERM)
-        waits = [asyncio.create_task(child.process.wait()) for child in running if child.process is not None]
-        if not waits:
-            return
-        _, late = await asyncio.wait(waits, timeout=KILL_SECONDS)
+        leaving = [child for child in running if child.plan.ends_with is not None]
+        kill_at = asyncio.get_running_loop().time() + KILL_SECONDS
+        await self._terminate(leaving, FIRST_LEAVE_SECONDS)
+        late = await self._terminate(running, kill_at - asyncio.get_running_loop().time())
         if late:
             for child in running:
                 child.signal(signal.SIGKILL)
             await asyncio.wait(late, timeout=KILL_SECONDS)
+
+    async def _terminate(self, children: Sequence[Child], seconds: float) -> set[asyncio.Task[int]]:
+        """SIGTERM, and up to so many seconds to end; those that have not."""
+        for child in children:
+            child.signal(signal.SIGTERM)
+        waits = [asyncio.create_task(child.process.wait()) for child in children if child.process is not None]
+        return (await asyncio.wait(waits, timeout=max(seconds, 0.0)))[1] if waits else set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 from collections import OrderedDict
 
@@ -47,7 +48,10 @@ class Link:
             self._inbox.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as e:
             self._context.destroy(linger=0)
-            raise ConfigError(f"cannot listen on {host}:{port}: {e.strerror}") from None
+            why = os.strerror(e.errno) if e.errno else str(e)
+            raise ConfigError(
+                f"cannot listen for control messages on {host}:{port}: {why}; choose another --control-port"
+            ) from None
         address = self._inbox.getsockopt_string(zmq.LAST_ENDPOINT)
         self.me = Peer(part, Incarnation(secrets.token_hex(8)), address)
 

@@ -81,6 +81,7 @@ class Membership:
         """Register and wait for the answer. Raises ConfigError when none comes."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
+        is_said = False
         while not self._answered.is_set() and loop.time() < deadline:
             try:
                 await self._link.send(self._whoever_conducts, self._describe())
@@ -88,7 +89,12 @@ class Membership:
                 async with asyncio.timeout(min(ANSWER_SECONDS, max(0.1, deadline - loop.time()))):
                     await self._answered.wait()
             except (PeerUnavailableError, TimeoutError):
-                continue
+                if not is_said:
+                    is_said = True
+                    log.warning(
+                        "no Conductor answers at %s yet: is it running there, with the same cluster token?",
+                        self.conductor.address,
+                    )
         if not self._answered.is_set():
             raise ConfigError(
                 f"no Conductor answered at {self.conductor.address} within {timeout:g} s: "
