@@ -53,6 +53,8 @@ class Stepped(Struct, frozen=True):
     finished: tuple[RequestId, ...]
     failed: bool = False
     """Nothing of the step counts; its requests are dropped."""
+    steps: int = 1
+    """The simulator takes several at once, at most `steps_ahead`."""
 
 
 class KvStored(Struct, frozen=True):
@@ -167,6 +169,11 @@ class DecodeInstance:
     def context_tokens(self) -> int:
         return sum(r.tokens for r in self._requests.values() if r.state is _State.RUNNING)
 
+    @property
+    def steps_ahead(self) -> int:
+        """How often the step in flight could be repeated, itself counted, before a request needs another page."""
+        return min(len(r.pages) * self._block_tokens - r.tokens + 1 for r in self._stepping)
+
     def handle(self, event: DecodeEvent, now: float) -> tuple[DecodeAction, ...]:
         del now
         actions: list[DecodeAction] = []
@@ -266,7 +273,7 @@ class DecodeInstance:
             if event.failed:
                 self._drain(r, Ending.DROPPED, actions)
                 continue
-            r.tokens += 1
+            r.tokens += event.steps
             if r.ending is not None:
                 self._drain(r, r.ending, actions)
             elif r.request in finished:

@@ -1,0 +1,261 @@
+"""A simulated cluster: the real Conductor and the real instances' state machines on simulated time.
+
+Messages take no time; what takes time is computing, links and copies (`profile.py`). One seed drives everything that is
+drawn, so equal inputs give equal bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import msgspec
+from msgspec import Struct
+
+from moonpool.core import actions as act
+from moonpool.core.conductor import Conductor, ConductorConfig, Decisions
+from moonpool.core.cost import TransferCost
+from moonpool.core.events import (
+    Event,
+    Finished,
+    Registered,
+    RequestArrived,
+    Woke,
+)
+from moonpool.core.eviction import EvictionPolicy
+from moonpool.core.vocabulary import (
+    BlockKey,
+    Capacity,
+    Chain,
+    Incarnation,
+    KeySpace,
+    KeySpaceId,
+    PartId,
+    PartKind,
+    Peer,
+    RequestId,
+)
+from moonpool.sim.clock import Clock, Link
+from moonpool.sim.decode import SimDecode
+from moonpool.sim.node import SimNode
+from moonpool.sim.prefill import Order, SimPrefill
+from moonpool.sim.profile import Profile
+from moonpool.sim.request import SimRequest
+from moonpool.trace.request import TraceRequest
+
+MODEL = "simulated"
+GATEWAY = Peer(PartId("gateway-0"), Incarnation("1"), "gateway-0")
+REPORT_SECONDS = 2.0
+LONGEST_ANSWER = 2048
+"""What a client allows of output where the trace's own is shorter: the Conductor must not know it beforehand."""
+DEADLINE_SECONDS = 600.0
+
+
+class Setup(Struct, frozen=True):
+    """What is simulated. Each instance stands on a machine of its own, whose DRAM is part of the pool."""
+
+    profile: Profile
+    prefill: int = 8
+    decode: int = 8
+    conductor: ConductorConfig = ConductorConfig()
+    """Its costs and its heartbeat limit are replaced by the profile's."""
+    eviction: EvictionPolicy = "lru"
+    seed: int = 0
+    deadline: float = DEADLINE_SECONDS
+
+
+class Simulation:
+    """`run` once."""
+
+    def __init__(self, setup: Setup, trace: Sequence[TraceRequest]) -> None:
+        """`trace`: in order of arrival, times from 0."""
+        self.setup = setup
+        profile = setup.profile
+        self.clock = Clock()
+        self._space = KeySpace(KeySpaceId("51"), profile.block_tokens, 1, profile.block_bytes)
+        config = msgspec.structs.replace(
+            setup.conductor,
+            prefill_cost=profile.prefill,
+            decode_cost=profile.decode,
+            transfer_cost=TransferCost(profile.link_latency, profile.link_bytes_per_second),
+            heartbeat_limit=1e9,
+        )
+        self._conductor = Conductor(config, setup.seed)
+        self._wake_at = -1.0
+        self.nodes: dict[PartId, SimNode] = {}
+        self.prefill: dict[PartId, SimPrefill] = {}
+        self.decode: dict[PartId, SimDecode] = {}
+        for number in range(setup.prefill):
+            id_ = PartId(f"prefill-{number}")
+            node = self._node(f"node-p{number}")
+            bound = config.queue_bound
+            self.prefill[id_] = SimPrefill(
+                id_, node, profile, self.clock, self.nodes, bound, self._tell, self._hand_over, self._finished_early
+            )
+        for number in range(setup.decode):
+            id_ = PartId(f"decode-{number}")
+            node = self._node(f"node-d{number}")
+            self.decode[id_] = SimDecode(id_, node, profile, self.clock, self._tell, self._over)
+        self.requests = [self._request(number, request) for number, request in enumerate(trace, 1)]
+        self._by_id = {request.id: request for request in self.requests}
+        self._open = len(self.requests)
+
+    def run(self, on_progress: Callable[[int], None] = lambda over: None) -> None:
+        """Until every request is over. `on_progress`: how many are, now and then."""
+        self._register()
+        for request in self.requests:
+            self.clock.at(request.arrived, lambda request=request: self._arrive(request))  # type: ignore[misc]
+        self.clock.after(REPORT_SECONDS, self._report)
+        told = self._open
+        while self._open and self.clock.step():
+            if told - self._open >= 100:
+                told = self._open
+                on_progress(len(self.requests) - told)
+        assert not self._open, f"{self._open} requests are not over and nothing happens any more"
+
+    @property
+    def decisions(self) -> Decisions:
+        return self._conductor.describe(self.clock.now).decisions
+
+    # Building
+
+    def _node(self, name: str) -> SimNode:
+        profile = self.setup.profile
+        link = Link(profile.link_bytes_per_second, profile.link_latency)
+        dram = profile.dram_tokens * profile.kv_bytes_per_token
+        node = SimNode(name, self._space, dram, self.setup.eviction, link, self._tell)
+        self.nodes[node.id] = node
+        return node
+
+    def _request(self, number: int, trace: TraceRequest) -> SimRequest:
+        whole = trace.input_tokens // self._space.block_tokens
+        if trace.blocks:
+            keys = tuple([BlockKey(block.to_bytes(16, "big", signed=True)) for block in trace.blocks[:whole]])
+        else:
+            keys = _own_keys(number, 0, whole)
+        return SimRequest(RequestId(f"r{number}"), number, trace, trace.arrival, keys)
+
+    def _register(self) -> None:
+        profile = self.setup.profile
+        pages = profile.vram_tokens // profile.block_tokens
+        self._tell(Registered(PartKind.GATEWAY, GATEWAY))
+        for node in self.nodes.values():
+            self._tell(node.register())
+        bound = self.setup.conductor.queue_bound
+        for kind, slots, workers in (
+            (PartKind.PREFILL, bound, self.prefill),
+            (PartKind.DECODE, profile.slots, self.decode),
+        ):
+            for id_, worker in workers.items():
+                capacity = Capacity(pages, slots, profile.context_tokens)
+                peer = Peer(id_, Incarnation("1"), id_)
+                self._tell(Registered(kind, peer, capacity, self._space, node=worker.node.id, model=MODEL))
+
+    # The gateway
+
+    def _arrive(self, request: SimRequest) -> None:
+        tokens = request.trace.input_tokens + request.output
+        allowed = max(request.output_tokens, LONGEST_ANSWER)
+        left = max(min(allowed, self.setup.profile.context_tokens - request.trace.input_tokens) - request.output, 1)
+        self._tell(
+            RequestArrived(
+                request=request.id,
+                attempt=request.attempt,
+                gateway=GATEWAY,
+                model=MODEL,
+                prompt_tokens=tokens,
+                output_tokens=request.output,
+                max_output_tokens=left,
+                chains=(Chain(self._space.id, request.keys),),
+                time_left=request.arrived + self.setup.deadline - self.clock.now,
+            )
+        )
+
+    def _placed(self, place: act.Place) -> None:
+        request = self._by_id[place.request]
+        tokens = request.trace.input_tokens + request.output
+        order = Order(request, place, tokens, self.nodes[place.decode_node.id], self.clock.now)
+        self.prefill[place.prefill.id].order(order)
+
+    def _refused(self, action: act.Reject) -> None:
+        request = self._by_id[action.request]
+        if not request.is_over:
+            request.refused, request.retry_after = action.reason, action.retry_after
+            self._over(request)
+
+    def _resubmit(self, action: act.Resubmit) -> None:
+        """What it has produced so far is prompt now; those blocks are nobody else's."""
+        request = self._by_id[action.request]
+        if request.is_over or action.attempt != request.attempt:
+            return
+        request.attempt += 1
+        whole = (request.trace.input_tokens + request.output) // self._space.block_tokens
+        request.keys += _own_keys(request.number, len(request.keys), whole)
+        self._arrive(request)
+
+    def _over(self, request: SimRequest) -> None:
+        self._open -= 1
+
+    # The workers
+
+    def _hand_over(self, order: Order, arrives: float) -> None:
+        place = order.place
+        self.decode[place.decode.id].hand_over(order.request, place, order.tokens + 1, arrives)
+
+    def _finished_early(self, order: Order, instance: PartId) -> None:
+        """Its first token was its last."""
+        request = order.request
+        request.finished = self.clock.now
+        self._tell(Finished(request.id, order.place.attempt, instance, request.output, "length"))
+        self._over(request)
+
+    def _report(self) -> None:
+        for worker in self.decode.values():
+            worker.report()
+        if self._open:
+            self.clock.after(REPORT_SECONDS, self._report)
+
+    # The Conductor
+
+    def _tell(self, event: Event) -> None:
+        """At the same time, but after what happens now: nothing is told in the middle of something else."""
+        self.clock.after(0.0, lambda: self._handle(event))
+
+    def _handle(self, event: Event) -> None:
+        for action in self._conductor.handle(event, self.clock.now):
+            self._perform(action)
+
+    def _perform(self, action: act.Action) -> None:
+        match action:
+            case act.Place():
+                self._placed(action)
+            case act.ReserveRoom(node=node):
+                self.nodes[node.id].reserve(action)
+            case act.ReleaseRoom(node=node, request=request, attempt=attempt):
+                self.nodes[node.id].close(request, attempt, arrived=False)
+            case act.Reject():
+                self._refused(action)
+            case act.Resubmit():
+                self._resubmit(action)
+            case act.Cancel(request=request, attempt=attempt, to=to):
+                worker = self.prefill.get(to.id) or self.decode[to.id]
+                worker.cancel(request, attempt)
+            case act.SendSnapshot(node=node):
+                self.nodes[node.id].snapshot()
+            case act.WakeAt(at=at):
+                self._wake_at = at
+                self.clock.at(at, lambda: self._wake(at))
+            case act.Hold() | act.FleetChanged() | act.RegisterAgain():
+                pass
+
+    def _wake(self, at: float) -> None:
+        if at == self._wake_at and self._open:
+            self._wake_at = -1.0
+            self._handle(Woke())
+
+
+def _own_keys(request: int, first: int, end: int) -> tuple[BlockKey, ...]:
+    """Keys that no other request has."""
+    return tuple(
+        [BlockKey(hashlib.blake2b(f"{request}:{at}".encode(), digest_size=16).digest()) for at in range(first, end)]
+    )

@@ -1,0 +1,204 @@
+"""A simulated decode worker: the real state machine; steps between two changes of the batch are taken at once.
+
+A step of a batch of b requests with c tokens takes d0 + d1·b + d2·c, and the next one d2·b longer. Until a request
+ends, needs a page, or something comes that changes the batch, the times of all steps are known; the run is cut at the
+first step that ends after such an event.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moonpool.core.actions import Place
+from moonpool.core.cost import DecodeCoefficients
+from moonpool.core.decode import (
+    DecodeEvent,
+    DecodeInstance,
+    Drain,
+    Dropped,
+    Ending,
+    HandedOver,
+    KvArrived,
+    KvLoaded,
+    KvStored,
+    LoadKv,
+    Refuse,
+    Step,
+    Stepped,
+)
+from moonpool.core.events import DecodeJoined, DecodeRefused, DecodeStepped, Event, Finished, Preempted, Reported
+from moonpool.core.vocabulary import PartId, RequestId
+from moonpool.sim.clock import Clock
+from moonpool.sim.node import SimNode
+from moonpool.sim.profile import Profile
+from moonpool.sim.request import SimRequest
+
+
+@dataclass(slots=True)
+class _Run:
+    """Steps under way."""
+
+    number: int
+    requests: list[SimRequest]
+    context: int
+    began: float
+    first: float
+    growth: float
+    steps: int
+
+    def end_of(self, steps: int) -> float:
+        return self.began + steps * self.first + self.growth * (steps * (steps - 1) / 2)
+
+    def steps_until(self, now: float) -> int:
+        """The fewest steps whose end is not before `now`, at least one."""
+        if self.growth <= 0.0:
+            return max(math.ceil((now - self.began) / self.first), 1)
+        # n·first + growth·n(n-1)/2 >= elapsed, solved for n; then corrected by what rounding may have taken.
+        half = self.first - self.growth / 2
+        n = math.ceil((-half + math.sqrt(half * half + 2 * self.growth * (now - self.began))) / self.growth)
+        n = max(n, 1)
+        while self.end_of(n) < now:
+            n += 1
+        while n > 1 and self.end_of(n - 1) >= now:
+            n -= 1
+        return n
+
+
+class SimDecode:
+    def __init__(
+        self,
+        id_: PartId,
+        node: SimNode,
+        profile: Profile,
+        clock: Clock,
+        tell: Callable[[Event], None],
+        on_finished: Callable[[SimRequest], None],
+    ) -> None:
+        """`on_finished`: a request is complete."""
+        self.id = id_
+        self.node = node
+        self.busy_seconds = 0.0
+        self.steps = 0
+        self._profile = profile
+        self._costs: DecodeCoefficients = profile.decode
+        self._clock = clock
+        self._tell = tell
+        self._on_finished = on_finished
+        self._requests: dict[RequestId, SimRequest] = {}
+        self._run: _Run | None = None
+        self._runs = 0
+        self._measured: DecodeStepped | None = None
+        self._instance = DecodeInstance(
+            pages=profile.vram_tokens // profile.block_tokens,
+            block_tokens=profile.block_tokens,
+            slots=profile.slots,
+            queue_bound=4 * profile.slots,
+        )
+
+    @property
+    def running(self) -> int:
+        return self._instance.running
+
+    @property
+    def preemptions(self) -> int:
+        return self._instance.preemptions
+
+    def hand_over(self, request: SimRequest, place: Place, tokens: int, arrives: float) -> None:
+        """`tokens`: with the newest, whose KV is not there yet; the others' is at time `arrives`."""
+        self._requests[request.id] = request
+        most = tokens + request.output_tokens - request.output
+        self._feed(HandedOver(request.id, place.attempt, tokens, most))
+        attempt = place.attempt
+        self._clock.at(arrives, lambda: self._feed(KvArrived(request.id, attempt)))
+
+    def cancel(self, request: RequestId, attempt: int) -> None:
+        self._feed(Dropped(request, attempt))
+
+    def report(self) -> None:
+        """Its load, and its last steps for the cost model."""
+        instance, incarnation = self._instance, self.node.peer.incarnation
+        free, context = instance.pool.free, instance.context_tokens
+        self._tell(Reported(self.id, incarnation, instance.queued, instance.running, free, context))
+        if self._measured is not None:
+            self._tell(self._measured)
+            self._measured = None
+
+    def _feed(self, event: DecodeEvent) -> None:
+        if not isinstance(event, Stepped | HandedOver):
+            self._cut()
+        for action in self._instance.handle(event, self._clock.now):
+            match action:
+                case LoadKv(request, attempt):
+                    self._load(request, attempt)
+                case Step():
+                    self._start(action)
+                case Drain():
+                    self._drain(action)
+                case Refuse(request, attempt, reason):
+                    self._requests.pop(request, None)
+                    self._tell(DecodeRefused(request, attempt, self.id, reason))
+
+    def _load(self, request: RequestId, attempt: int) -> None:
+        sim = self._requests[request]
+        tokens = sim.trace.input_tokens + sim.output - 1
+        seconds = tokens * self._profile.kv_bytes_per_token / self._profile.host_bytes_per_second
+        self._clock.after(seconds, lambda: self._loaded(request, attempt))
+
+    def _loaded(self, request: RequestId, attempt: int) -> None:
+        self.node.close(request, attempt, arrived=True)
+        self._tell(DecodeJoined(request, attempt, self.id))
+        self._feed(KvLoaded(request, attempt))
+
+    # Steps
+
+    def _start(self, step: Step) -> None:
+        requests = [self._requests[row.request] for row in step.rows]
+        costs, context = self._costs, sum(row.tokens for row in step.rows)
+        first = costs.fixed + costs.per_request * len(requests) + costs.per_context_token * context
+        ends = min(r.output_tokens - r.output for r in requests)
+        steps = min(ends, self._instance.steps_ahead)
+        self._runs += 1
+        growth = costs.per_context_token * len(requests)
+        run = self._run = _Run(self._runs, requests, context, self._clock.now, first, growth, steps)
+        self._clock.at(run.end_of(steps), lambda: self._ended(run.number, steps))
+
+    def _cut(self) -> None:
+        """Something comes that may change the batch: the run goes on to the end of the step under way."""
+        run = self._run
+        if run is None:
+            return
+        steps = run.steps_until(self._clock.now)
+        if steps < run.steps:
+            run.steps = steps
+            self._clock.at(run.end_of(steps), lambda: self._ended(run.number, steps))
+
+    def _ended(self, number: int, steps: int) -> None:
+        run = self._run
+        if run is None or run.number != number or run.steps != steps:
+            return
+        self._run = None
+        self.steps += steps
+        self.busy_seconds += self._clock.now - run.began
+        for request in run.requests:
+            request.take(run.began, run.first, run.growth, steps)
+        middle = run.context + len(run.requests) * (steps - 1) // 2
+        self._measured = DecodeStepped(self.id, len(run.requests), middle, (self._clock.now - run.began) / steps)
+        finished = tuple(r.id for r in run.requests if r.output >= r.output_tokens)
+        self._feed(Stepped(finished, steps=steps))
+
+    def _drain(self, action: Drain) -> None:
+        request = self._requests.pop(action.request)
+        stored = KvStored(action.request, action.attempt)
+        match action.ending:
+            case Ending.FINISHED:
+                request.finished = self._clock.now
+                self._tell(Finished(request.id, action.attempt, self.id, request.output, "length"))
+                self._on_finished(request)
+            case Ending.PREEMPTED:
+                self._tell(Preempted(request.id, action.attempt, self.id))
+            case Ending.DROPPED:
+                self.node.close(request.id, action.attempt, arrived=False)
+        if action.pages:
+            self._clock.after(0.0, lambda: self._feed(stored))

@@ -1,0 +1,164 @@
+"""A simulated node: which blocks its DRAM holds, by the rules of the real one (pins, rooms, eviction); no bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from moonpool.core.actions import ReserveRoom
+from moonpool.core.events import BlocksRemoved, BlocksStored, Event, Registered, RoomConfirmed, RoomRefused, Snapshot
+from moonpool.core.eviction import Eviction, EvictionPolicy
+from moonpool.core.options import room_bytes
+from moonpool.core.vocabulary import (
+    BlockKey,
+    Capacity,
+    Incarnation,
+    KeySpace,
+    NodePeer,
+    PartId,
+    PartKind,
+    Peer,
+    RequestId,
+    Tier,
+)
+from moonpool.sim.clock import Link
+
+_Room = tuple[tuple[BlockKey, ...], tuple[BlockKey, ...], int]
+"""Keys, those of them that were pinned, bytes reserved for the others and the tail."""
+
+
+class SimNode:
+    def __init__(
+        self,
+        name: str,
+        space: KeySpace,
+        dram_bytes: int,
+        policy: EvictionPolicy,
+        link: Link,
+        tell: Callable[[Event], None],
+    ) -> None:
+        self.peer = Peer(PartId(name), Incarnation("1"), name)
+        self.link = link
+        self.capacity = dram_bytes
+        self._space = space
+        self._tell = tell
+        self._eviction: Eviction[BlockKey] = Eviction(policy)
+        self._reserved = 0
+        self._rooms: dict[tuple[RequestId, int], _Room] = {}
+        self._seq = 0
+        self.evicted_blocks = 0
+
+    @property
+    def id(self) -> PartId:
+        return self.peer.id
+
+    @property
+    def as_peer(self) -> NodePeer:
+        return NodePeer(self.peer.id, self.peer.incarnation, self.peer.address, "", "")
+
+    def register(self) -> Registered:
+        return Registered(PartKind.NODE, self.peer, Capacity(dram_bytes=self.capacity))
+
+    def snapshot(self) -> None:
+        blocks = ((self._space.id, Tier.DRAM, tuple(self._eviction.keys())),)
+        self._tell(Snapshot(self.id, self.peer.incarnation, self._seq, blocks))
+
+    # Blocks
+
+    def leading(self, keys: Sequence[BlockKey]) -> int:
+        """How many leading blocks are here."""
+        for count, key in enumerate(keys):
+            if key not in self._eviction:
+                return count
+        return len(keys)
+
+    def pin(self, keys: Sequence[BlockKey]) -> None:
+        self._eviction.pin(keys)
+
+    def unpin(self, keys: Sequence[BlockKey]) -> None:
+        self._eviction.unpin(keys)
+
+    def store(self, keys: Sequence[BlockKey]) -> None:
+        """Keep what is lacking of these leading blocks of a prompt, as far as there is room."""
+        first = self.leading(keys)
+        self._eviction.touch(keys[:first])
+        at = first
+        while at < len(keys):
+            if keys[at] in self._eviction:
+                # It outlived a block before it.
+                at += 1
+                continue
+            end = at + 1
+            while end < len(keys) and keys[end] not in self._eviction:
+                end += 1
+            count = self._make_room(end - at, keys[:at])
+            added = keys[at : at + count]
+            if added:
+                parent = keys[at - 1] if at else None
+                self._eviction.extend(added, self._space.block_bytes, parent, at, 0)
+                self._announce_stored(added)
+            if count < end - at:
+                return
+            at = end
+
+    def _make_room(self, blocks: int, keep: Sequence[BlockKey]) -> int:
+        """Evict for so many blocks, but not those to `keep`; how many there is room for."""
+        size = self._space.block_bytes
+        if self._free < blocks * size:
+            held = [key for key in keep if key in self._eviction]
+            self._eviction.pin(held)
+            self._evict(blocks * size - self._free)
+            self._eviction.unpin(held)
+        return min(blocks, max(self._free, 0) // size)
+
+    @property
+    def _free(self) -> int:
+        return self.capacity - self._reserved - self._eviction.bytes
+
+    def _evict(self, nbytes: int) -> None:
+        gone = self._eviction.evict(nbytes)
+        if gone:
+            self.evicted_blocks += len(gone)
+            self._seq += 1
+            self._tell(BlocksRemoved(self.id, self.peer.incarnation, self._seq, self._space.id, Tier.DRAM, gone))
+
+    def _announce_stored(self, keys: Sequence[BlockKey]) -> None:
+        self._seq += 1
+        self._tell(BlocksStored(self.id, self.peer.incarnation, self._seq, self._space.id, Tier.DRAM, tuple(keys)))
+
+    # Rooms for hand-over
+
+    def reserve(self, order: ReserveRoom) -> None:
+        """All of it or nothing."""
+        keys = order.keys
+        held = tuple(key for key in keys if key in self._eviction)
+        tokens = len(keys) * self._space.block_tokens + order.tail_tokens
+        needed = room_bytes(self._space, tokens) - len(held) * self._space.block_bytes
+        self._eviction.pin(held)
+        free = self._free
+        if needed > free + self._eviction.evictable_bytes:
+            self._eviction.unpin(held)
+            reason = f"{needed} bytes wanted, {free} free"
+            self._tell(RoomRefused(self.id, self.peer.incarnation, order.request, order.attempt, reason))
+            return
+        if needed > free:
+            self._evict(needed - free)
+        self._reserved += needed
+        self._rooms[order.request, order.attempt] = keys, held, needed
+        lacking = tuple(at for at, key in enumerate(keys) if key not in self._eviction)
+        self._tell(RoomConfirmed(self.id, self.peer.incarnation, order.request, order.attempt, lacking))
+
+    def close(self, request: RequestId, attempt: int, arrived: bool) -> None:
+        """The room is over; what has arrived in it stays as cached blocks. Unknown rooms are ignored."""
+        room = self._rooms.pop((request, attempt), None)
+        if room is None:
+            return
+        keys, held, nbytes = room
+        self._reserved -= nbytes
+        self._eviction.unpin(held)
+        if arrived:
+            self.store(keys)
+
+    def check_integrity(self) -> None:
+        self._eviction.check_integrity()
+        assert self._reserved == sum(room[2] for room in self._rooms.values())
+        assert self._eviction.bytes + self._reserved <= self.capacity

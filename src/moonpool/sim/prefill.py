@@ -1,0 +1,182 @@
+"""A simulated prefill worker: the real state machine, with seconds from a cost model where the engine would compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moonpool.core.actions import Place
+from moonpool.core.blocks import hit_limit
+from moonpool.core.cost import PrefillCoefficients
+from moonpool.core.events import Event, PrefillDone, PrefillFailed
+from moonpool.core.prefill import (
+    Chunk,
+    Drain,
+    Dropped,
+    KvStored,
+    Load,
+    Loaded,
+    Ordered,
+    PrefillEvent,
+    PrefillInstance,
+    Refuse,
+    Step,
+    StepDone,
+)
+from moonpool.core.vocabulary import PartId, RequestId
+from moonpool.sim.clock import Clock, transfer
+from moonpool.sim.node import SimNode
+from moonpool.sim.profile import Profile
+from moonpool.sim.request import SimRequest
+
+_Id = tuple[RequestId, int]
+
+
+@dataclass(slots=True)
+class Order:
+    """One attempt at this worker."""
+
+    request: SimRequest
+    place: Place
+    tokens: int
+    node: SimNode
+    """Where it will be decoded."""
+    came: float
+    began: float | None = None
+    """When it got pages."""
+    pinned: int = 0
+    hit: int = 0
+    compute_seconds: float = 0.0
+    arrived: float = 0.0
+    """When all of its KV that was sent so far is on the decode node."""
+
+
+class SimPrefill:
+    def __init__(
+        self,
+        id_: PartId,
+        node: SimNode,
+        profile: Profile,
+        clock: Clock,
+        nodes: dict[PartId, SimNode],
+        queue_bound: int,
+        tell: Callable[[Event], None],
+        hand_over: Callable[[Order, float], None],
+        on_finished: Callable[[Order, PartId], None],
+    ) -> None:
+        """`hand_over(order, when its KV is all there)`: the prompt is computed and its first token is out.
+
+        `on_finished(order, id)`: that token was the last one.
+        """
+        self.id = id_
+        self.node = node
+        self.busy_seconds = 0.0
+        self._profile = profile
+        self._costs: PrefillCoefficients = profile.prefill
+        self._clock = clock
+        self._nodes = nodes
+        self._tell = tell
+        self._hand_over = hand_over
+        self._on_finished = on_finished
+        self._orders: dict[_Id, Order] = {}
+        # Layer-wise prefill leaves VRAM out of the question as long as each prompt fits alone (PAPER §3).
+        pages = 4 * (profile.context_tokens // profile.block_tokens + 1)
+        self._instance = PrefillInstance(
+            pages=pages, block_tokens=profile.block_tokens, chunk_tokens=profile.chunk_tokens, queue_bound=queue_bound
+        )
+
+    def order(self, order: Order) -> None:
+        id_ = order.request.id, order.place.attempt
+        self._orders[id_] = order
+        self._feed(Ordered(*id_, order.tokens))
+
+    def cancel(self, request: RequestId, attempt: int) -> None:
+        if (request, attempt) in self._orders:
+            self._feed(Dropped(request, attempt))
+            order = self._orders.get((request, attempt))
+            if order is not None and order.began is None:
+                # It was dropped from the queue: no `Drain` follows.
+                self._forget((request, attempt))
+
+    def _feed(self, event: PrefillEvent) -> None:
+        for action in self._instance.handle(event, self._clock.now):
+            match action:
+                case Load(request, attempt):
+                    self._load(self._orders[request, attempt])
+                case Step(chunks):
+                    self._step(chunks)
+                case Drain(request, attempt):
+                    self._clock.after(0.0, lambda id_=(request, attempt): self._drained(id_))  # type: ignore[misc]
+                case Refuse(request, attempt, reason):
+                    del self._orders[request, attempt]
+                    self._tell(PrefillFailed(request, attempt, self.id, reason))
+
+    def _load(self, order: Order) -> None:
+        """Fetch what was ordered, then copy what the node has into VRAM."""
+        now = order.began = self._clock.now
+        ready, fetch, keys = now, order.place.fetch, order.request.keys
+        if fetch is not None:
+            source = self._nodes[fetch.source.id]
+            end = min(source.leading(keys), fetch.first + fetch.count)
+            have = self.node.leading(keys)
+            if end > have:
+                ready = transfer(source.link, self.node.link, (end - have) * self._profile.block_bytes, now)
+                self.node.store(keys[:end])
+        order.pinned = self.node.leading(keys)
+        self.node.pin(keys[: order.pinned])
+        order.hit = min(order.pinned, hit_limit(order.tokens, self._profile.block_tokens))
+        ready += order.hit * self._profile.block_bytes / self._profile.host_bytes_per_second
+        id_ = order.request.id, order.place.attempt
+        self._clock.at(ready, lambda: self._feed(Loaded(*id_, order.hit)))
+
+    def _step(self, chunks: tuple[Chunk, ...]) -> None:
+        costs, seconds = self._costs, self._costs.fixed
+        for chunk in chunks:
+            end = chunk.start + chunk.count
+            seconds += costs.per_token * chunk.count + costs.per_token_squared * (end * end - chunk.start * chunk.start)
+        self.busy_seconds += seconds
+        done = self._clock.now + seconds
+        tokens = sum(chunk.count for chunk in chunks)
+        for chunk in chunks:
+            order = self._orders[chunk.request, chunk.attempt]
+            order.compute_seconds += seconds * chunk.count / tokens
+            self._stream(order, chunk)
+        self._clock.at(done, lambda: self._done(chunks))
+
+    def _stream(self, order: Order, chunk: Chunk) -> None:
+        """Layer by layer, while the chunk computes: the links are booked from its start on."""
+        if order.node is self.node:
+            return
+        start = 0 if chunk.start == order.hit * self._profile.block_tokens else chunk.start
+        nbytes = (chunk.start + chunk.count - start) * self._profile.kv_bytes_per_token
+        order.arrived = transfer(self.node.link, order.node.link, nbytes, self._clock.now)
+
+    def _done(self, chunks: tuple[Chunk, ...]) -> None:
+        for chunk in chunks:
+            order = self._orders[chunk.request, chunk.attempt]
+            order.request.computed_tokens += chunk.count
+            if chunk.last and order.place.attempt == order.request.attempt:
+                self._finish(order)
+        self._feed(StepDone())
+
+    def _finish(self, order: Order) -> None:
+        now, request = self._clock.now, order.request
+        cached = order.hit * self._profile.block_tokens
+        request.take_first(now, cached)
+        self.node.store(request.keys)
+        computed = order.tokens - cached
+        queued = now - order.came - order.compute_seconds
+        attempt = order.place.attempt
+        self._tell(PrefillDone(request.id, attempt, self.id, computed, cached, queued, order.compute_seconds))
+        if request.output >= request.output_tokens:
+            self._on_finished(order, self.id)
+        else:
+            self._hand_over(order, max(now, order.arrived))
+
+    def _drained(self, id_: _Id) -> None:
+        self._forget(id_)
+        self._feed(KvStored(*id_))
+
+    def _forget(self, id_: _Id) -> None:
+        order = self._orders.pop(id_)
+        self.node.unpin(order.request.keys[: order.pinned])

@@ -1,0 +1,74 @@
+"""What the simulated machines are made of: data files, one per hardware and model, each number with its source."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from moonpool.core.cost import DecodeCoefficients, PrefillCoefficients
+from moonpool.errors import ConfigError
+
+SUFFIX = ".yaml"
+
+
+class Profile(Struct, frozen=True, forbid_unknown_fields=True):
+    """One machine: a prefill or decode instance, the node beside it, and its link. Raises ValueError for nonsense."""
+
+    name: str
+    sources: str
+    """Where the numbers come from."""
+    block_tokens: int
+    kv_bytes_per_token: int
+    prefill: PrefillCoefficients
+    decode: DecodeCoefficients
+    chunk_tokens: int
+    """Most prompt tokens of one prefill step."""
+    context_tokens: int
+    vram_tokens: int
+    """Tokens of KV that the accelerators of one instance hold."""
+    slots: int
+    """Most requests in one decode batch."""
+    dram_tokens: int
+    """Tokens of KV that one node's arena holds."""
+    link_bytes_per_second: float
+    link_latency: float
+    host_bytes_per_second: float
+    """Between a machine's DRAM and its accelerators."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, int | float) and not 0 < value < float("inf"):
+                raise ValueError(f"`{name}` is {value!r}; give a finite number above 0")
+        if self.vram_tokens < self.block_tokens or self.dram_tokens < self.block_tokens:
+            raise ValueError("`vram_tokens` and `dram_tokens` must hold at least one block")
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_tokens * self.kv_bytes_per_token
+
+
+def profile_names() -> list[str]:
+    """Those that come with Moonpool."""
+    folder = resources.files("moonpool.sim") / "profiles"
+    return sorted(entry.name.removesuffix(SUFFIX) for entry in folder.iterdir() if entry.name.endswith(SUFFIX))
+
+
+def load_profile(name: str) -> Profile:
+    """By name, or from a YAML file of one's own. Raises ConfigError."""
+    if name in profile_names():
+        data = (resources.files("moonpool.sim") / "profiles" / f"{name}{SUFFIX}").read_bytes()
+    elif Path(name).suffix in (SUFFIX, ".yml"):
+        try:
+            data = Path(name).read_bytes()
+        except OSError as e:
+            raise ConfigError(f"cannot read the hardware profile {name}: {e.strerror}") from None
+    else:
+        raise ConfigError(f"no hardware profile {name!r}; choose one of {', '.join(profile_names())}, or a .yaml file")
+    try:
+        return msgspec.yaml.decode(data, type=Profile)
+    except (msgspec.MsgspecError, ValueError) as e:
+        raise ConfigError(f"hardware profile {name}: {e}") from None
