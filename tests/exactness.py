@@ -32,6 +32,8 @@ class Reference:
 
     def __init__(self, path: Path) -> None:
         logging.disable_progress_bar()
+        self._verdicts: dict[tuple[tuple[int, ...], tuple[int, ...]], Verdict] = {}
+        """A cold and a warm answer are the same question."""
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
 
     def logits(self, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
@@ -43,6 +45,12 @@ class Reference:
 
     def check(self, prompt: Sequence[int], output: Sequence[int]) -> Verdict:
         """Raises AssertionError at the first token that is neither the reference's nor a tie with it."""
+        question = tuple(prompt), tuple(output)
+        if question not in self._verdicts:
+            self._verdicts[question] = self._check(prompt, output)
+        return self._verdicts[question]
+
+    def _check(self, prompt: Sequence[int], output: Sequence[int]) -> Verdict:
         assert output, "an empty output proves nothing"
         logits = self.logits(prompt, output)
         best = logits.max(-1)

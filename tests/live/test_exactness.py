@@ -46,6 +46,7 @@ def reference(smollm2: Path) -> Reference:
     return Reference(smollm2)
 
 
+@pytest.mark.timeout(900)
 def test_greedy_tokens_equal_generate_cold_and_warm(cluster: RunningCluster, reference: Reference) -> None:
     ties = compared = 0
     for n, length in enumerate(LENGTHS):
@@ -61,6 +62,7 @@ def test_greedy_tokens_equal_generate_cold_and_warm(cluster: RunningCluster, ref
     assert ties <= MAX_TIES_SHARE * compared, f"{ties} ties in {compared} tokens"
 
 
+@pytest.mark.timeout(900)
 def test_eight_at_once_in_mixed_lengths(cluster: RunningCluster, reference: Reference) -> None:
     prompts = [random_prompt(length, seed=1000 + n) for n, length in enumerate(AT_ONCE)]
     with ThreadPoolExecutor(8) as pool:

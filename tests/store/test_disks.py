@@ -191,7 +191,7 @@ def test_a_disk_that_stands_still_holds_nobody_up(
 def assert_dram_alone(tiered: Tiered, caplog: pytest.LogCaptureFixture) -> None:
     assert tiered.count("ssd_lost_volumes") == 1
     assert tiered.count("ssd_blocks") == 0
-    assert "is given up until this node restarts" in caplog.text
+    eventually(lambda: "is given up until this node restarts" in caplog.text, "the log says so")
     known: set[BlockKey] = set()
     for change in tiered.ssd_changes():
         (known.update if type(change).__name__ == "BlocksStored" else known.difference_update)(change.keys)
