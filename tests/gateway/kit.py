@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
@@ -322,6 +323,8 @@ async def stage(
     scene.answer = answer
     link = Link(PartId("gateway-0"), "127.0.0.1", 0, None)
     listener = listen(config.host, config.port)
+    # Connections inherit it: the kernel must not take a whole answer off the hands of a reader that does not read.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
     scene.url = "http://{}:{}".format(*listener.getsockname()[:2])
     scene.gateway = Gateway(link, scene.conductor.me.address, config, tokenizer)
     scene.start()
