@@ -50,9 +50,14 @@ class Write(Struct, frozen=True, tag=True):
 
 
 class Read(Struct, frozen=True, tag=True):
+    """The same part of each of these blocks."""
+
     space: KeySpaceId
     keys: tuple[BlockKey, ...]
     time_left: float
+    first_byte: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
+    nbytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
+    """0: to the end of the block. A part that reaches beyond the block is cut off there."""
 
 
 class Done(Struct, frozen=True, tag=True):
@@ -62,11 +67,14 @@ class Done(Struct, frozen=True, tag=True):
 
 
 class Blocks(Struct, frozen=True, tag=True):
-    """The answer to `Read`: `count` leading blocks follow, `block_bytes` each."""
+    """The answer to `Read`: the wanted part of `count` leading blocks follows."""
 
     count: Count
     block_bytes: Annotated[int, Meta(ge=0, le=1 << 40)]
+    """Of a whole block."""
     checksums: tuple[int, ...]
+    """Of all runs of each block, whatever part was wanted: equal ones mean the same copy of a block that is read in
+    several parts."""
 
 
 Header = Write | Read | Done | Blocks

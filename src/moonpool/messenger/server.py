@@ -167,11 +167,13 @@ class TcpServer:
         try:
             blocks = departure.blocks
             block_bytes = blocks[0].nbytes if blocks else 0
+            end = header.first_byte + header.nbytes if header.nbytes else block_bytes
+            parts = [block[header.first_byte : end] for block in blocks]
             answer = Blocks(len(blocks), block_bytes, tuple(departure.checksums))
-            channel.send_header(answer, until, more=bool(blocks))
-            for position, block in enumerate(blocks):
-                channel.send(block, until, more=position + 1 < len(blocks))
-                self._count("bytes_out", block.nbytes)
+            channel.send_header(answer, until, more=bool(parts))
+            for position, part in enumerate(parts):
+                channel.send(part, until, more=position + 1 < len(parts))
+                self._count("bytes_out", part.nbytes)
         finally:
             departure.close()
         self._count("reads", 1)
