@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import secrets
 import socket
 import struct
@@ -12,20 +13,26 @@ from typing import Annotated, Final
 
 import msgspec
 import numpy as np
+import xxhash
 from msgspec import Meta, Struct
 
 from moonpool.core.vocabulary import BlockKey, KeySpaceId, RequestId
 from moonpool.errors import TransferError
-from moonpool.messenger.transfer import TAIL, Bytes
+from moonpool.messenger.transfer import TAIL, Bytes, checksum
 
 MAX_HEADER_BYTES = 16 << 20
 PIECE_BYTES = 1 << 20
 """Most bytes of one system call: long enough to be fast, short enough to notice a deadline."""
+HASH_BYTES = 256 << 10
+"""What is received before it is hashed, while it is still in the core's cache and the next bytes arrive."""
 HANDSHAKE_SECONDS = 5.0
 
 _MAGIC = b"moonpool data 1\n"
 _NONCE_BYTES = 32
 _MAC_BYTES = 32
+LIMIT_SLACK = 0.05
+"""A system call may wait this much past the deadline (s); the limit is told to the kernel only so often."""
+_TIMEVAL = struct.Struct("ll")
 _LENGTH = struct.Struct("<I")
 _WELCOME = b"+"
 
@@ -84,11 +91,16 @@ _decoder: Final = msgspec.msgpack.Decoder(Header)
 
 
 class Channel:
-    """A connected socket. Methods raise OSError when the connection breaks, TimeoutError past `until` (monotonic)."""
+    """A connected socket. Methods raise OSError when the connection breaks, TimeoutError past `until` (monotonic).
+
+    The socket is a blocking one with time limits of the kernel's: one system call a piece, and MSG_WAITALL.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._scratch: Bytes | None = None
+        self._limits = {socket.SO_RCVTIMEO: math.inf, socket.SO_SNDTIMEO: math.inf}
+        sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # A host that vanishes without a word is noticed by the kernel, not only by the transfer's deadline.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -100,20 +112,38 @@ class Channel:
     def send(self, data: Bytes | bytes, until: float, more: bool = False) -> None:
         """`more` tells the kernel that further bytes follow at once."""
         view = memoryview(data if isinstance(data, bytes) else data.data)
-        for start in range(0, len(view), PIECE_BYTES):
-            piece = view[start : start + PIECE_BYTES]
-            is_last = start + PIECE_BYTES >= len(view) and not more
-            self._wait_at_most(until)
-            self._socket.sendall(piece, 0 if is_last else socket.MSG_MORE)
+        while len(view):
+            is_last = len(view) <= PIECE_BYTES and not more
+            self._wait_at_most(until, socket.SO_SNDTIMEO)
+            try:
+                sent = self._socket.send(view[:PIECE_BYTES], 0 if is_last else socket.MSG_MORE)
+            except BlockingIOError:
+                continue
+            view = view[sent:]
 
     def receive_into(self, target: Bytes, until: float) -> None:
         view = target.data
         while len(view):
-            self._wait_at_most(until)
-            received = self._socket.recv_into(view[:PIECE_BYTES])
-            if not received:
-                raise ConnectionResetError("the peer closed the connection")
-            view = view[received:]
+            view = view[self.receive_some(view[:PIECE_BYTES], until) :]
+
+    def receive_hashed(self, target: Bytes, until: float) -> int:
+        """Receive one run; its xxh3-64."""
+        if target.nbytes <= HASH_BYTES:
+            self.receive_into(target, until)
+            return checksum(target)
+        digest = xxhash.xxh3_64()
+        for start in range(0, target.nbytes, HASH_BYTES):
+            piece = target[start : start + HASH_BYTES]
+            self.receive_into(piece, until)
+            digest.update(piece.data)
+        return digest.intdigest()
+
+    def receive_some(self, view: memoryview, until: float) -> int:
+        """One system call's worth: at least one byte."""
+        received = self._receive(view, until, socket.MSG_WAITALL)
+        if not received:
+            raise ConnectionResetError("the peer closed the connection")
+        return received
 
     def skip(self, nbytes: int, until: float) -> None:
         """Receive bytes and throw them away."""
@@ -135,15 +165,13 @@ class Channel:
 
         Raises EOFError where the peer closed the connection between two frames, TransferError for what is no frame.
         """
-        self._wait_at_most(until)
-        start = self._socket.recv(_LENGTH.size)
-        if not start:
+        length_bytes = np.empty(_LENGTH.size, np.uint8)
+        received = self._receive(length_bytes.data, until)
+        if not received:
             raise EOFError
         if body_seconds is not None:
             until = min(until, time.monotonic() + body_seconds)
-        length_bytes = np.zeros(_LENGTH.size, np.uint8)
-        length_bytes[: len(start)] = np.frombuffer(start, np.uint8)
-        self.receive_into(length_bytes[len(start) :], until)
+        self.receive_into(length_bytes[received:], until)
         (length,) = _LENGTH.unpack(length_bytes.tobytes())
         if length > MAX_HEADER_BYTES:
             raise TransferError(f"a frame announces {length} bytes, at most {MAX_HEADER_BYTES}")
@@ -164,11 +192,23 @@ class Channel:
     def close(self) -> None:
         self._socket.close()
 
-    def _wait_at_most(self, until: float) -> None:
+    def _receive(self, view: memoryview, until: float, flags: int = 0) -> int:
+        """0 where the peer has closed the connection."""
+        while True:
+            self._wait_at_most(until, socket.SO_RCVTIMEO)
+            try:
+                return self._socket.recv_into(view, 0, flags)
+            except BlockingIOError:
+                continue
+
+    def _wait_at_most(self, until: float, which: int) -> None:
         seconds = until - time.monotonic()
         if seconds <= 0:
             raise TimeoutError("the deadline has passed")
-        self._socket.settimeout(seconds)
+        if not seconds <= self._limits[which] <= seconds + LIMIT_SLACK:
+            self._limits[which] = seconds + LIMIT_SLACK
+            whole, part = divmod(self._limits[which], 1)
+            self._socket.setsockopt(socket.SOL_SOCKET, which, _TIMEVAL.pack(int(whole), int(part * 1e6)))
 
 
 def greet(channel: Channel, key: bytes, until: float) -> None:

@@ -10,7 +10,7 @@ from collections import Counter
 
 from moonpool.errors import ConfigError, TransferError
 from moonpool.messenger.channel import Arriving, Blocks, Channel, Done, Read, Write, admit
-from moonpool.messenger.transfer import Landing, Store, checksum
+from moonpool.messenger.transfer import Landing, Store
 from moonpool.wire.security import check_token, data_key
 
 log = logging.getLogger(__name__)
@@ -148,8 +148,7 @@ class TcpServer:
             if target is None:
                 channel.skip(landing.run_bytes, until)
                 continue
-            channel.receive_into(target, until)
-            if checksum(target) == expected:
+            if channel.receive_hashed(target, until) == expected:
                 landing.landed(position, expected)
             else:
                 self._count("checksum_failures", 1)
