@@ -15,43 +15,71 @@ from typing import TypeVar
 
 from moonpool.core.vocabulary import BlockKey, KeySpaceId
 from moonpool.errors import TransferError
-from moonpool.messenger.channel import Arriving, Blocks, Channel, Done, Read, Write
-from moonpool.messenger.lanes import Lanes, RefusedError
-from moonpool.messenger.transfer import Bytes, RoomWrite, checksum
+from moonpool.messenger.calling import Calling
+from moonpool.messenger.channel import Channel
+from moonpool.messenger.connections import Connections
+from moonpool.messenger.lanes import Lanes
+from moonpool.messenger.receiving import OnBlock, Reading
+from moonpool.messenger.sending import pieces_to_send
+from moonpool.messenger.transfer import Bytes, RoomWrite
+from moonpool.messenger.waiting import Priority, Transfer
 from moonpool.wire.security import data_key
+
+__all__ = ["Priority", "TcpMessenger"]
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-SPLIT_BYTES = 4 << 20
+SPLIT_BYTES = 2 << 20
 """Transfers of at least this size use all connections to the peer."""
+PIECE_BYTES = 4 << 20
+"""Of an urgent transfer: at most about this much goes over one connection before others may."""
+BACKGROUND_BYTES = 1 << 20
+"""Of a background one: an urgent transfer waits for at most two of these."""
+MAX_CONNECTIONS = 64
+"""To all peers together."""
 LONGEST_SECONDS = 3600.0
+_COUNTERS = (
+    "bytes_sent",
+    "bytes_received",
+    "transfers",
+    "failures",
+    "checksum_failures",
+    "refused_transfers",
+    "resubmissions",
+)
 
 
 class TcpMessenger:
-    """Moves bytes to and from other nodes on threads of its own; one per process.
+    """Moves bytes to and from other nodes, on threads of its own or (`..._now`) on the caller's; one per process.
 
     Every transfer is over, one way or the other, when its future is: from then on nothing reads or writes its buffers.
-    Futures fail with TransferError.
+    Futures fail with TransferError. No call but `..._now` blocks: what a peer's queue has no room for is refused.
     """
 
-    def __init__(self, token: str | None, connections_per_peer: int = 2) -> None:
+    def __init__(
+        self, token: str | None, connections_per_peer: int = 2, most_connections: int = MAX_CONNECTIONS
+    ) -> None:
+        self.connections_per_peer = connections_per_peer
         self._key = data_key(token)
-        self._limit = connections_per_peer
-        self._lock = threading.Lock()
+        self._connections = Connections(most_connections)
+        self._lock = self._connections.lock
         self._peers: dict[str, Lanes] = {}
+        self._counting = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._closed = False
 
-    def write(self, address: str, writes: Sequence[RoomWrite], time_left: float) -> Future[None]:
+    def write(
+        self, address: str, writes: Sequence[RoomWrite], time_left: float, priority: Priority = Priority.URGENT
+    ) -> Future[None]:
         """Put runs into rooms of the node at `address` (`host:port`); done when the node has verified all of them."""
-        until = _until(time_left)
-        for item in writes:
-            if len(item.checksums) != item.runs:
-                raise ValueError(f"{item.runs} runs with {len(item.checksums)} checksums")
-        parts = self._split(writes, [item.nbytes for item in writes])
-        futures = [self._submit(address, _Sending(part, until, self._count), until) for part in parts]
-        return _when_all(futures, lambda results: None)
+        return self._submit(address, self._writing(writes, time_left, priority))
+
+    def write_now(
+        self, address: str, writes: Sequence[RoomWrite], time_left: float, priority: Priority = Priority.URGENT
+    ) -> None:
+        """`write` for a thread that would wait for it: it moves the bytes itself. Raises TransferError."""
+        self._run(address, self._writing(writes, time_left, priority))
 
     def read(
         self,
@@ -60,29 +88,73 @@ class TcpMessenger:
         keys: Sequence[BlockKey],
         destinations: Sequence[Bytes],
         time_left: float,
-        on_block: Callable[[int, Sequence[int]], None] | None = None,
+        on_block: OnBlock | None = None,
+        layers: tuple[int, int] | None = None,
+        priority: Priority = Priority.URGENT,
     ) -> Future[int]:
         """Get blocks from the node at `address`: the number of leading keys that were read whole and verified.
 
-        `on_block(index, checksums of its runs)` is called on a Messenger thread for each block that is complete;
-        blocks of a transfer that fails later have been read all the same.
+        `layers`: first run and number of runs, where only a part of each block is wanted (the destinations are as large).
+        `on_block(index, checksums of its runs)` is called on a Messenger thread for each block that is complete, in
+        any order; blocks of a transfer that fails later have been read all the same.
         """
-        if len(keys) != len(destinations):
-            raise ValueError(f"{len(keys)} keys with {len(destinations)} destinations")
-        until = _until(time_left)
-        parts = self._split(range(len(keys)), [destination.nbytes for destination in destinations])
-        futures = []
-        for part in parts:
-            chosen = slice(part[0], part[-1] + 1)
-            work = _Receiving(space, tuple(keys[chosen]), destinations[chosen], part[0], until, on_block, self._count)
-            futures.append(self._submit(address, work, until))
-        return _when_all(futures, lambda counts: _leading(counts, [len(part) for part in parts]))
+        return self._submit(address, self._reading(space, keys, destinations, time_left, on_block, layers, priority))
+
+    def read_now(
+        self,
+        address: str,
+        space: KeySpaceId,
+        keys: Sequence[BlockKey],
+        destinations: Sequence[Bytes],
+        time_left: float,
+        on_block: OnBlock | None = None,
+        layers: tuple[int, int] | None = None,
+        priority: Priority = Priority.URGENT,
+    ) -> int:
+        """`read` for a thread that would wait for it: it moves the bytes itself. Raises TransferError."""
+        return self._run(address, self._reading(space, keys, destinations, time_left, on_block, layers, priority))
+
+    def carry(
+        self,
+        address: str,
+        work: Callable[[Channel], T],
+        time_left: float,
+        nbytes: int = 0,
+        priority: Priority = Priority.URGENT,
+    ) -> Future[T]:
+        """Do `work` over a connection that nothing else is under way on; again, on a new one, where it breaks.
+
+        `work` keeps within `time_left` by itself. A PoolError it raises leaves the connection as it is.
+        """
+        return self._submit(address, self._calling(work, time_left, nbytes, priority))
+
+    def carry_now(
+        self,
+        address: str,
+        work: Callable[[Channel], T],
+        time_left: float,
+        nbytes: int = 0,
+        priority: Priority = Priority.URGENT,
+    ) -> T:
+        """`carry` on the caller's thread if a connection is free. Raises TransferError, and what `work` raises."""
+        return self._run(address, self._calling(work, time_left, nbytes, priority))
 
     def counters(self) -> dict[str, float]:
-        """Since the start: bytes_sent, bytes_received, transfers, failures, checksum_failures."""
+        """Since the start: bytes_sent, bytes_received, transfers, failures, checksum_failures, refused_transfers (by
+        a full queue), resubmissions (pieces that went on over another connection), evicted_endpoints. Now: queued and
+        queued_bytes (what waits for a connection), connections, endpoints.
+        """
+        with self._counting:
+            counts = {name: float(self._counts[name]) for name in _COUNTERS}
         with self._lock:
-            names = ("bytes_sent", "bytes_received", "transfers", "failures", "checksum_failures")
-            return {name: float(self._counts[name]) for name in names}
+            queues = [lanes.waiting for lanes in self._peers.values()]
+            return counts | {
+                "evicted_endpoints": float(self._connections.evicted),
+                "connections": float(self._connections.count),
+                "endpoints": float(len(self._peers)),
+                "queued": float(sum(map(len, queues))),
+                "queued_bytes": float(sum(queue.nbytes for queue in queues)),
+            }
 
     def close(self) -> None:
         """Running and queued transfers fail at once; no thread and no connection is left."""
@@ -92,162 +164,102 @@ class TcpMessenger:
         for lanes in peers:
             lanes.close()
 
-    def _submit(self, address: str, work: Callable[[Channel], T], until: float) -> Future[T]:
+    # ---- what is to be moved
+
+    def _writing(self, writes: Sequence[RoomWrite], time_left: float, priority: Priority) -> Transfer[None]:
+        until = _until(time_left)
+        for item in writes:
+            if len(item.checksums) != item.runs:
+                raise ValueError(f"{item.runs} runs with {len(item.checksums)} checksums")
+        most = self._piece_bytes(sum(item.nbytes for item in writes), priority)
+        return Transfer(pieces_to_send(writes, most, until, self._count), until, priority, lambda: None)
+
+    def _reading(
+        self,
+        space: KeySpaceId,
+        keys: Sequence[BlockKey],
+        destinations: Sequence[Bytes],
+        time_left: float,
+        on_block: OnBlock | None,
+        layers: tuple[int, int] | None,
+        priority: Priority,
+    ) -> Transfer[int]:
+        if len(keys) != len(destinations):
+            raise ValueError(f"{len(keys)} keys with {len(destinations)} destinations")
+        if layers is not None and (layers[1] < 1 or any(target.nbytes % layers[1] for target in destinations)):
+            raise ValueError(f"{layers[1]} runs do not fill their destinations")
+        until = _until(time_left)
+        reading = Reading(space, keys, destinations, layers, until, on_block, self._count)
+        most = self._piece_bytes(sum(destination.nbytes for destination in destinations), priority)
+        return Transfer(reading.pieces(most), until, priority, reading.leading)
+
+    def _calling(self, work: Callable[[Channel], T], time_left: float, nbytes: int, priority: Priority) -> Transfer[T]:
+        calling = Calling(work, nbytes)
+        return Transfer([calling], _until(time_left), priority, calling.result)
+
+    def _piece_bytes(self, total: int, priority: Priority) -> int:
+        """So that every connection has a part of a large transfer, and nobody waits long for a connection."""
+        if priority is Priority.BACKGROUND:
+            return BACKGROUND_BYTES
+        lanes = self.connections_per_peer if total >= SPLIT_BYTES else 1
+        return max(1, min(PIECE_BYTES, -(-total // lanes)))
+
+    # ---- and how
+
+    def _submit(self, address: str, transfer: Transfer[T]) -> Future[T]:
+        self._begin(transfer, lambda: self._lanes(address).submit(transfer))
+        return transfer.future
+
+    def _run(self, address: str, transfer: Transfer[T]) -> T:
+        def begin() -> Callable[[], None]:
+            lanes = self._lanes(address)
+            lane = lanes.begin(transfer)
+            return lambda: lanes.run(transfer, lane)
+
+        run = self._begin(transfer, begin)
+        if run is not None:
+            run()
+        # Every piece keeps to the deadline by itself.
+        return transfer.future.result()
+
+    def _begin(self, transfer: Transfer[T], begin: Callable[[], R]) -> R | None:
+        self._count("transfers", 1)
+        transfer.future.add_done_callback(self._note)
+        is_over = not transfer.pieces
+        begun: R | None = None
         with self._lock:
-            lanes = self._peers.get(address)
-            if lanes is None:
-                lanes = self._peers[address] = Lanes(address, self._key, self._limit)
-                if self._closed:
-                    lanes.close()
-            self._counts["transfers"] += 1
-        future = lanes.submit(work, until)
-        future.add_done_callback(self._note)
-        return future
+            try:
+                begun = begin()
+            except TransferError as e:
+                transfer.error = e
+                is_over = True
+        if is_over:
+            transfer.settle()
+        return begun
+
+    def _lanes(self, address: str) -> Lanes:
+        """The lock is held."""
+        lanes = self._peers.get(address)
+        if lanes is None:
+            lanes = Lanes(address, self._key, self.connections_per_peer, self._connections, self._forget, self._count)
+            self._peers[address] = lanes
+            if self._closed:
+                lanes.close()
+        return lanes
+
+    def _forget(self, lanes: Lanes) -> None:
+        """The lock is held."""
+        if self._peers.get(lanes.address) is lanes:
+            del self._peers[lanes.address]
 
     def _note(self, future: Future[T]) -> None:
-        if future.cancelled() or future.exception() is not None:
+        if future.exception() is not None:
             self._count("failures", 1)
 
     def _count(self, name: str, amount: int) -> None:
-        with self._lock:
+        with self._counting:
             self._counts[name] += amount
-
-    def _split(self, items: Sequence[T], sizes: Sequence[int]) -> list[Sequence[T]]:
-        """Consecutive parts of about equal size, one per connection, where the whole is large enough to gain by it."""
-        total = sum(sizes)
-        wanted = self._limit if total >= SPLIT_BYTES else 1
-        parts: list[list[T]] = [[]]
-        filled = 0
-        for item, size in zip(items, sizes, strict=True):
-            if parts[-1] and filled >= total * len(parts) / wanted:
-                parts.append([])
-            parts[-1].append(item)
-            filled += size
-        return [part for part in parts if part]
-
-
-class _Sending:
-    """One `Write` frame with its payload, and the answer."""
-
-    def __init__(self, writes: Sequence[RoomWrite], until: float, count: Callable[[str, int], None]) -> None:
-        self._writes = writes
-        self._until = until
-        self._count = count
-
-    def __call__(self, channel: Channel) -> None:
-        items = tuple(
-            Arriving(w.request, w.attempt, w.block, w.first_run, w.runs, w.nbytes, tuple(w.checksums))
-            for w in self._writes
-        )
-        channel.send_header(Write(items, self._until - time.monotonic()), self._until, more=True)
-        buffers = [buffer for item in self._writes for buffer in item.buffers]
-        for position, buffer in enumerate(buffers):
-            channel.send(buffer, self._until, more=position + 1 < len(buffers))
-        self._count("bytes_sent", sum(item.nbytes for item in items))
-        answer = channel.receive_header(self._until)
-        if not isinstance(answer, Done):
-            raise TransferError(f"{type(answer).__name__} came where Done was expected")
-        if answer.failure:
-            raise RefusedError(answer.failure)
-
-
-class _Receiving:
-    """One `Read` frame, and the blocks of the answer."""
-
-    def __init__(
-        self,
-        space: KeySpaceId,
-        keys: tuple[BlockKey, ...],
-        destinations: Sequence[Bytes],
-        first: int,
-        until: float,
-        on_block: Callable[[int, Sequence[int]], None] | None,
-        count: Callable[[str, int], None],
-    ) -> None:
-        self._space = space
-        self._keys = keys
-        self._destinations = destinations
-        self._first = first
-        self._until = until
-        self._on_block = on_block
-        self._count = count
-        self._read = 0
-        """Blocks complete already, when a broken connection is followed by a second try."""
-
-    def __call__(self, channel: Channel) -> int:
-        keys = self._keys[self._read :]
-        channel.send_header(Read(self._space, keys, self._until - time.monotonic()), self._until)
-        answer = channel.receive_header(self._until)
-        if not isinstance(answer, Blocks):
-            raise TransferError(f"{type(answer).__name__} came where Blocks was expected")
-        runs = self._runs_a_block(answer, len(keys))
-        for position in range(answer.count):
-            destination = self._destinations[self._read]
-            if destination.nbytes != answer.block_bytes:
-                raise TransferError(
-                    f"the peer's blocks of key space {self._space} have {answer.block_bytes} bytes, "
-                    f"the room here {destination.nbytes}"
-                )
-            self._receive(channel, destination, answer.checksums[position * runs : (position + 1) * runs])
-        return self._read
-
-    def _runs_a_block(self, answer: Blocks, wanted: int) -> int:
-        runs, rest = divmod(len(answer.checksums), answer.count) if answer.count else (0, 0)
-        if answer.count > wanted or rest or (answer.count and (not runs or answer.block_bytes % runs)):
-            raise TransferError(
-                f"{answer.count} blocks of {answer.block_bytes} bytes with {len(answer.checksums)} checksums "
-                f"came for {wanted} keys"
-            )
-        return runs
-
-    def _receive(self, channel: Channel, destination: Bytes, checksums: tuple[int, ...]) -> None:
-        run_bytes = destination.nbytes // len(checksums)
-        for run, expected in enumerate(checksums):
-            piece = destination[run * run_bytes : (run + 1) * run_bytes]
-            channel.receive_into(piece, self._until)
-            self._count("bytes_received", run_bytes)
-            if checksum(piece) != expected:
-                self._count("checksum_failures", 1)
-                raise TransferError(f"run {run} of a block of key space {self._space} arrived with a wrong checksum")
-        if self._on_block is not None:
-            self._on_block(self._first + self._read, checksums)
-        self._read += 1
 
 
 def _until(time_left: float) -> float:
     return time.monotonic() + min(time_left, LONGEST_SECONDS)
-
-
-def _leading(counts: Sequence[int], wanted: Sequence[int]) -> int:
-    total = 0
-    for count, most in zip(counts, wanted, strict=True):
-        total += count
-        if count < most:
-            break
-    return total
-
-
-def _when_all(futures: Sequence[Future[T]], combine: Callable[[Sequence[T]], R]) -> Future[R]:
-    """Resolves when every part is over, so that no part still moves bytes then; the first part's error wins."""
-    whole: Future[R] = Future()
-    whole.set_running_or_notify_cancel()
-    lock = threading.Lock()
-    waiting = len(futures)
-
-    def over(_: Future[T]) -> None:
-        nonlocal waiting
-        with lock:
-            waiting -= 1
-            if waiting:
-                return
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        if errors:
-            whole.set_exception(errors[0])
-        else:
-            whole.set_result(combine([future.result() for future in futures]))
-
-    for future in futures:
-        future.add_done_callback(over)
-    if not futures:
-        whole.set_result(combine([]))
-    return whole

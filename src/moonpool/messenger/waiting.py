@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, Protocol, TypeVar
 
+from moonpool.errors import TransferError
 from moonpool.messenger.channel import Channel
 
 T = TypeVar("T")
@@ -22,11 +23,24 @@ URGENT_IN_A_ROW = 7
 """Pieces, while background work waits: it gets one of eight at least."""
 
 
+class RefusedError(TransferError):
+    """The peer answered no; the connection is still good."""
+
+
 class Priority(Enum):
     URGENT = "urgent"
     """A running request waits for it."""
     BACKGROUND = "background"
     """Replication and the like: goes in small pieces, between which urgent work takes the lane."""
+
+
+class Way(Enum):
+    OUT = "out"
+    """The payload goes with the request."""
+    IN = "in"
+    """The payload comes with the answer."""
+    CALL = "call"
+    """Whatever: nothing else may be under way on its connection."""
 
 
 class Work(Protocol):
@@ -36,9 +50,7 @@ class Work(Protocol):
     def nbytes(self) -> int: ...
 
     @property
-    def is_write(self) -> bool:
-        """Whether the payload goes out with the request or comes in with the answer."""
-        ...
+    def way(self) -> Way: ...
 
     def send(self, channel: Channel) -> None: ...
 
@@ -121,6 +133,8 @@ class Waiting:
         transfer = piece.transfer
         rest = [Piece(transfer, work, piece.breaks) for work in piece.work.rest()]
         transfer.left += len(rest) - 1
+        if not rest:
+            return
         transfer.pieces.extendleft(reversed(rest))
         queue = self._queues[transfer.priority]
         queue[transfer] = None
