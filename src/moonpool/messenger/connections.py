@@ -67,7 +67,8 @@ class Connections:
         self._endpoints[endpoint.address] = endpoint
         if endpoint.address not in self._sieve:
             self._sieve.touch(endpoint.address)
-        self._wake_next()
+        if self.count < self._most:
+            self._wake_next()
         return True
 
     def close(self, endpoint: Endpoint, is_last: bool) -> None:

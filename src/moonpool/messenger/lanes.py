@@ -7,40 +7,24 @@ slow (sockets, callbacks) runs without it.
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from moonpool.errors import PoolError, TransferError
-from moonpool.messenger.channel import Channel, greet
+from moonpool.errors import TransferError
 from moonpool.messenger.connections import Connections
-from moonpool.messenger.waiting import Piece, RefusedError, Transfer, Waiting, Way
+from moonpool.messenger.lane import Lane, failure, is_cut
+from moonpool.messenger.waiting import Piece, Transfer, Waiting
 
-CONNECT_SECONDS = 5.0
 IDLE_SECONDS = 30.0
 CLOSE_SECONDS = 5.0
 WATCH_SECONDS = 1.0
 """How often somebody looks whether anything waits still, at least."""
 TURN_SECONDS = 1.0
 """After this time a busy peer's only connection is given up for a peer that waits for its first."""
-AHEAD = 2
-"""Pieces under way on one lane: the next is asked for before the last is there, so that no round trip is waited for."""
 BREAKS = 2
 """Connections that may break under one piece before it fails."""
-
-
-@dataclass(slots=True, eq=False)
-class _Lane:
-    opened: float
-    used: float
-    channel: Channel | None = None
-    """None until the first piece comes."""
-    is_open: bool = False
-    """The peer has let us in."""
 
 
 class Lanes:
@@ -69,9 +53,10 @@ class Lanes:
         self._threads: set[threading.Thread] = set()
         self._resting = 0
         """Threads that wait for work."""
-        self._lanes: set[_Lane] = set()
-        self._idle: list[_Lane] = []
-        self._is_watched = False
+        self._lanes: set[Lane] = set()
+        self._idle: list[Lane] = []
+        self._watched: float | None = None
+        """When a thread looks next for what is late; None: there is no such thread."""
         self._retired = False
         self._closed = False
 
@@ -83,7 +68,7 @@ class Lanes:
         self._admit(transfer)
         self._rouse(len(transfer.pieces))
 
-    def begin(self, transfer: Transfer[Any]) -> _Lane | None:
+    def begin(self, transfer: Transfer[Any]) -> Lane | None:
         """`submit`, and a lane, if one is free, for `run`: no thread has to wake for what the caller moves itself."""
         is_first = not self._waiting
         self._admit(transfer)
@@ -91,7 +76,7 @@ class Lanes:
         self._rouse(len(transfer.pieces) - (lane is not None))
         return lane
 
-    def run(self, transfer: Transfer[Any], lane: _Lane | None) -> None:
+    def run(self, transfer: Transfer[Any], lane: Lane | None) -> None:
         """Move pieces of it on the caller's thread. Without the lock."""
         while lane is not None:
             self._carry(lane, lambda: self._waiting.take_of(transfer))
@@ -108,19 +93,17 @@ class Lanes:
             lanes, threads = list(self._lanes), list(self._threads)
             self._connections.give_up(self)
             self.wake()
+            self._watching.notify_all()
         for transfer in over:
             transfer.settle()
         for lane in lanes:
-            if lane.channel is not None:
-                lane.channel.shut()
+            lane.shut()
         until = time.monotonic() + CLOSE_SECONDS
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
         with self._lock:
-            for lane in self._idle[:]:
-                self._idle.remove(lane)
-                self._discard(lane)
+            self._discard_idle()
 
     # ---- an Endpoint of Connections; the lock is held
 
@@ -136,10 +119,10 @@ class Lanes:
         idle, self._idle = self._idle, []
         for lane in idle:
             self._lanes.discard(lane)
-            if lane.channel is not None:
-                lane.channel.close()
-        self._retired = not self.is_busy
+            lane.close()
+        self._retired = True
         self.wake()
+        self._end_if_unused()
         return len(idle)
 
     def wake(self) -> None:
@@ -158,6 +141,8 @@ class Lanes:
         self._retired = False
         if transfer.pieces:
             self._waiting.add(transfer)
+        if self._watched is not None and transfer.until < self._watched:
+            self._watching.notify()
 
     def _rouse(self, pieces: int) -> None:
         """So many pieces want lanes."""
@@ -190,7 +175,7 @@ class Lanes:
             with self._lock:
                 self._leave()
 
-    def _await_lane(self) -> _Lane | None:
+    def _await_lane(self) -> Lane | None:
         """A lane for the pieces that wait; None: this thread is not needed any more."""
         until = time.monotonic() + IDLE_SECONDS
         with self._lock:
@@ -229,36 +214,33 @@ class Lanes:
 
     def _watch(self) -> None:
         """See to it that what waits fails when its deadline passes. The lock is held."""
-        if not self._is_watched:
-            self._is_watched = True
+        if self._watched is None:
+            self._watched = time.monotonic()
             self._start(self._expire)
-        elif self._waiting:
-            self._watching.notify()
 
     def _expire(self) -> None:
         """While transfers wait for a lane: fail those whose deadline passes."""
         error = TransferError(f"the transfer with {self.address} did not begin before its deadline")
-        while True:
+        is_over = False
+        while not is_over:
             with self._lock:
                 now = time.monotonic()
                 late = [transfer for transfer in self._waiting.transfers if transfer.until <= now]
                 over = [transfer for transfer in late if self._fail(transfer, error)]
-                if not self._waiting:
+                if is_over := not self._waiting:
                     self._connections.give_up(self)
-                    self._is_watched = False
+                    self._watched = None
                     self._end_if_unused()
                 elif not late:
                     earliest = min(transfer.until for transfer in self._waiting.transfers)
-                    self._watching.wait(min(earliest - now, WATCH_SECONDS))
-                is_over = not self._is_watched
+                    self._watched = min(earliest, now + WATCH_SECONDS)
+                    self._watching.wait(self._watched - now)
             for transfer in over:
                 transfer.settle()
-            if is_over:
-                return
 
     # ---- lanes
 
-    def _acquire(self) -> _Lane | None:
+    def _acquire(self) -> Lane | None:
         """The lock is held."""
         now = time.monotonic()
         self._drop_stale(now)
@@ -266,16 +248,16 @@ class Lanes:
             return self._idle.pop()
         if len(self._lanes) >= self._limit or not self._connections.open(self, is_first=not self._lanes):
             return None
-        lane = _Lane(now, now)
+        lane = Lane(self.address, self._key)
         self._lanes.add(lane)
         return lane
 
-    def _release(self, lane: _Lane) -> None:
+    def _release(self, lane: Lane) -> None:
         """Nothing is under way on it."""
         with self._lock:
             lane.used = time.monotonic()
             is_spare = self._connections.is_wanted and not self._waiting
-            if self._closed or lane.channel is None or is_spare or self._must_give_way(lane):
+            if self._closed or not lane.is_open or is_spare or self._must_give_way(lane):
                 self._discard(lane)
             else:
                 self._idle.append(lane)
@@ -284,71 +266,48 @@ class Lanes:
                     self._start(self._live)
             self._rouse(self._waiting.pieces)
 
-    def _must_give_way(self, lane: _Lane) -> bool:
+    def _must_give_way(self, lane: Lane) -> bool:
         """Another peer has no connection, and this one has others or had its turn. The lock is held."""
         is_due = len(self._lanes) > 1 or time.monotonic() >= lane.opened + TURN_SECONDS
         return self._connections.is_wanted and is_due
 
-    def _discard(self, lane: _Lane) -> None:
+    def _discard(self, lane: Lane) -> None:
         """The lock is held."""
         if lane in self._lanes:
             self._lanes.discard(lane)
-            if lane.channel is not None:
-                lane.channel.close()
+            lane.close()
             self._connections.close(self, is_last=not self._lanes)
             self._end_if_unused()
 
+    def _discard_idle(self) -> None:
+        """The lock is held."""
+        for lane in self._idle[:]:
+            self._idle.remove(lane)
+            self._discard(lane)
+
     # ---- moving
 
-    def _carry(self, lane: _Lane, take: Callable[[], Piece | None]) -> None:
+    def _carry(self, lane: Lane, take: Callable[[], Piece | None]) -> None:
         """Move pieces over one lane until there are none, or it breaks."""
-        underway: deque[Piece] = deque()
-        current: Piece | None = None
         try:
-            while (piece := self._next(lane, underway, take)) is not None or underway:
-                if piece is None:
-                    current = underway[0]
-                    self._receive(lane.channel, underway)
-                    continue
-                underway.append(piece)
-                while len(underway) > 1 and not _may_follow(underway[-2], piece):
-                    current = underway[0]
-                    self._receive(lane.channel, underway)
-                current = piece
-                piece.work.send(lane.channel or self._connect(lane, piece.transfer.until))
+            lane.carry(lambda: self._next(lane, take), self._over)
         except BaseException as e:
-            self._broken(lane, underway, current, e)
+            self._broken(lane, e)
             if not isinstance(e, Exception):
                 raise
         else:
             self._release(lane)
 
-    def _next(self, lane: _Lane, underway: deque[Piece], take: Callable[[], Piece | None]) -> Piece | None:
-        if len(underway) >= AHEAD:
-            return None
+    def _next(self, lane: Lane, take: Callable[[], Piece | None]) -> Piece | None:
         with self._lock:
-            if underway:
+            if lane.underway:
                 # What a free lane could move at once is left to it.
                 free = self._limit - len(self._lanes) + len(self._idle)
                 if self._waiting.pieces <= free or self._closed:
                     return None
-            if self._must_give_way(lane) and lane.channel is not None:
-                return None
-            return take()
+            return None if lane.is_open and self._must_give_way(lane) else take()
 
-    def _receive(self, channel: Channel | None, underway: deque[Piece]) -> None:
-        """The answer to the first piece under way."""
-        assert channel is not None
-        piece = underway[0]
-        error: Exception | None = None
-        try:
-            piece.work.receive(channel)
-        except (RefusedError, PoolError) as e:
-            error = e
-        underway.popleft()
-        self._over(piece, error)
-
-    def _over(self, piece: Piece, error: Exception | None = None) -> None:
+    def _over(self, piece: Piece, error: Exception | None) -> None:
         transfer = piece.transfer
         with self._lock:
             transfer.left -= 1
@@ -361,73 +320,39 @@ class Lanes:
         if is_over:
             transfer.settle()
 
-    def _connect(self, lane: _Lane, until: float) -> Channel:
-        seconds = min(CONNECT_SECONDS, until - time.monotonic())
-        if seconds <= 0:
-            raise TimeoutError
-        host, _, port = self.address.rpartition(":")
-        try:
-            sock = socket.create_connection((host.strip("[]"), int(port)), seconds)
-        except TimeoutError:
-            if time.monotonic() >= until:
-                raise
-            raise ConnectionError(f"no answer within {CONNECT_SECONDS:g} s") from None
-        channel = Channel(sock)
-        with self._lock:
-            lane.channel = channel
-            if self._closed:
-                channel.shut()
-        greet(channel, self._key, until)
-        lane.is_open = True
-        return channel
-
-    def _broken(self, lane: _Lane, underway: deque[Piece], culprit: Piece | None, error: BaseException) -> None:
-        """The lane is lost. What was under way goes on over another one, unless it is to blame, or out of tries."""
+    def _broken(self, lane: Lane, error: BaseException) -> None:
+        """What was under way goes on over another lane, unless it is to blame, or out of tries."""
         over: list[Transfer[Any]] = []
-        is_cut = isinstance(error, OSError | EOFError) and not isinstance(error, TimeoutError)
-        failure = self._failure(error, is_cut)
+        reason = failure(self.address, error)
         with self._lock:
-            self._discard(lane)
-            if is_cut:
+            if is_cut(error):
                 # The others to this peer that nothing runs on are no better.
-                for other in self._idle[:]:
-                    self._idle.remove(other)
-                    self._discard(other)
-            if not lane.is_open and not self._lanes:
-                over += [transfer for transfer in self._waiting.transfers if self._fail(transfer, failure)]
+                self._discard_idle()
+            if not lane.is_open and self._lanes == {lane}:
+                over += [transfer for transfer in self._waiting.transfers if self._fail(transfer, reason)]
                 self._connections.give_up(self)
-            for piece in reversed(underway):
-                transfer = piece.transfer
-                piece.breaks += is_cut
-                if transfer.error is None and (self._is_lost(piece) if is_cut else piece is culprit):
-                    self._fail(transfer, failure)
-                if transfer.error is None:
-                    self._waiting.give_back(piece)
-                    self._count("resubmissions", is_cut)
-                else:
-                    transfer.left -= 1
-                if not transfer.left:
-                    over.append(transfer)
+            for piece in reversed(lane.underway):
+                piece.breaks += is_cut(error)
+                self._go_on(piece, reason if self._is_lost(piece, lane, error) else None)
+                if not piece.transfer.left:
+                    over.append(piece.transfer)
+            self._discard(lane)
             self._rouse(self._waiting.pieces)
         for transfer in over:
             transfer.settle()
 
-    def _failure(self, error: BaseException, is_cut: bool) -> Exception:
-        if is_cut:
-            return TransferError(f"the connection to {self.address} broke: {error or 'closed by the peer'}")
-        if isinstance(error, TimeoutError):
-            return TransferError(f"the transfer with {self.address} was not over by its deadline")
-        if not isinstance(error, Exception):
-            return TransferError(f"the transfer with {self.address} was interrupted")
-        return error
+    def _go_on(self, piece: Piece, reason: Exception | None) -> None:
+        """After its lane was lost; `reason`: why it does not. The lock is held."""
+        transfer = piece.transfer
+        if transfer.error is None and reason is not None:
+            self._fail(transfer, reason)
+        if transfer.error is None:
+            self._waiting.give_back(piece)
+            self._count("resubmissions", 1)
+        else:
+            transfer.left -= 1
 
-    def _is_lost(self, piece: Piece) -> bool:
+    def _is_lost(self, piece: Piece, lane: Lane, error: BaseException) -> bool:
+        if not is_cut(error):
+            return piece is lane.current
         return self._closed or piece.breaks >= BREAKS or time.monotonic() >= piece.transfer.until
-
-
-def _may_follow(first: Piece, second: Piece) -> bool:
-    """Whether the second may be sent before the first is answered.
-
-    Not a write behind a read: both sides would wait for the other to take what it sends.
-    """
-    return first.work.way is second.work.way is not Way.CALL

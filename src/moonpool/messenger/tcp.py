@@ -94,7 +94,7 @@ class TcpMessenger:
     ) -> Future[int]:
         """Get blocks from the node at `address`: the number of leading keys that were read whole and verified.
 
-        `layers`: first run and number of runs, where only a part of each block is wanted (the destinations are as large).
+        `layers`: first run and number of runs, where only a part of each block is wanted; destinations are as large.
         `on_block(index, checksums of its runs)` is called on a Messenger thread for each block that is complete, in
         any order; blocks of a transfer that fails later have been read all the same.
         """

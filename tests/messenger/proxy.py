@@ -1,0 +1,81 @@
+"""Stands between Messenger and a data server and cuts a connection once."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+PIECE = 1 << 16
+SECONDS = 20.0
+
+
+class Proxy:
+    def __init__(self, target: str, cut_after: int | None, cut_back_after: int | None) -> None:
+        host, _, port = target.rpartition(":")
+        self.there = self.back = 0
+        """Bytes that went to the server, and that came back, over all connections."""
+        self.cuts = 0
+        self._target = host, int(port)
+        self._limits = {"there": cut_after, "back": cut_back_after}
+        self._lock = threading.Lock()
+        self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._start(self._accept)
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        for sock in self._sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(SECONDS)
+        for sock in [*self._sockets, self._listener]:
+            sock.close()
+
+    def _start(self, target: object, *args: object) -> None:
+        thread = threading.Thread(target=target, args=args)  # type: ignore[arg-type]
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            far = socket.create_connection(self._target)
+            self._sockets += [near, far]
+            self._start(self._pump, near, far, "there")
+            self._start(self._pump, far, near, "back")
+
+    def _pump(self, source: socket.socket, sink: socket.socket, way: str) -> None:
+        passed = 0
+        with contextlib.suppress(OSError):
+            while data := source.recv(PIECE):
+                sink.sendall(data)
+                passed += len(data)
+                with self._lock:
+                    setattr(self, way, getattr(self, way) + len(data))
+                    limit = self._limits[way]
+                    is_cut = limit is not None and passed > limit and not self.cuts
+                    self.cuts += is_cut
+                if is_cut:
+                    for sock in (source, sink):
+                        sock.shutdown(socket.SHUT_RDWR)
+        for sock in (source, sink):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def proxy(target: str, cut_after: int | None = None, cut_back_after: int | None = None) -> Iterator[Proxy]:
+    """Cuts the first connection that has carried so many bytes, to the server or back."""
+    between = Proxy(target, cut_after, cut_back_after)
+    try:
+        yield between
+    finally:
+        between.close()

@@ -1,0 +1,401 @@
+"""Messenger's connecting side against a data server whose store is in memory: striping, order, bounds, the cap."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from moonpool.errors import PoolError, TransferError
+from moonpool.messenger import lanes, waiting
+from moonpool.messenger.channel import Channel
+from moonpool.messenger.server import TcpServer
+from moonpool.messenger.tcp import Priority, TcpMessenger
+
+from .kit import SECONDS, SPACE, MemoryStore, bytes_of, keys_of, serving, write_of
+from .proxy import proxy
+
+MIB = 1 << 20
+
+
+def eventually(condition: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < until, f"never happened: {what}"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """None is left."""
+    before = set(threading.enumerate())
+    yield
+    eventually(lambda: not set(threading.enumerate()) - before, "all threads end")
+
+
+@pytest.fixture
+def messenger(threads: None) -> Iterator[TcpMessenger]:
+    messenger = TcpMessenger(None)
+    yield messenger
+    messenger.close()
+
+
+@pytest.fixture
+def one_lane(threads: None) -> Iterator[TcpMessenger]:
+    messenger = TcpMessenger(None, connections_per_peer=1)
+    yield messenger
+    messenger.close()
+
+
+@contextlib.contextmanager
+def held(store: MemoryStore, messenger: TcpMessenger, server: TcpServer) -> Iterator[None]:
+    """The only lane is busy meanwhile."""
+    store.put(keys_of("first", 1))
+    store.gate.clear()
+    target = np.empty(store.blocks[keys_of("first", 1)[0]][0].nbytes, np.uint8)
+    first = messenger.read(server.address, SPACE, keys_of("first", 1), [target], SECONDS)
+    eventually(lambda: len(store.asked) == 1, "the first read is there")
+    yield
+    store.gate.set()
+    assert first.result(SECONDS) == 1
+
+
+@pytest.mark.parametrize("runs", [1, 5, 8, 512])
+@pytest.mark.parametrize("now", [True, False])
+def test_one_large_block_is_read_over_two_connections(messenger: TcpMessenger, runs: int, now: bool) -> None:
+    store = MemoryStore(8 * MIB // runs * runs, runs)
+    keys = keys_of("a", 1)
+    store.put(keys)
+    target = np.zeros_like(store.blocks[keys[0]][0])
+    seen: list[tuple[int, list[int]]] = []
+
+    def on_block(index: int, sums: object) -> None:
+        seen.append((index, list(sums)))  # type: ignore[call-overload]
+
+    with serving(store) as server:
+        if now:
+            assert messenger.read_now(server.address, SPACE, keys, [target], SECONDS, on_block) == 1
+        else:
+            assert messenger.read(server.address, SPACE, keys, [target], SECONDS, on_block).result(SECONDS) == 1
+        assert store.asked == [(keys[0],)] * 2
+        assert server.counters()["bytes_out"] == target.nbytes
+    assert np.array_equal(target, store.blocks[keys[0]][0])
+    assert seen == [(0, store.blocks[keys[0]][1])]
+
+
+@pytest.mark.parametrize("now", [True, False])
+def test_one_large_block_is_written_over_two_connections(messenger: TcpMessenger, now: bool) -> None:
+    store = MemoryStore(8 * MIB, 8)
+    data = bytes_of(b"x", 8 * MIB)
+    with serving(store) as server:
+        if now:
+            messenger.write_now(server.address, [write_of(3, data, 8)], SECONDS)
+        else:
+            messenger.write(server.address, [write_of(3, data, 8)], SECONDS).result(SECONDS)
+    assert sorted(store.landed) == [(3, 0, 4), (3, 4, 4)]
+    assert store.complete[3] == set(range(8))
+    assert np.array_equal(store.rooms[3], data)
+
+
+@pytest.mark.parametrize("byte", [0, 3 * MIB, 4 * MIB - 1, 4 * MIB, 8 * MIB - 1])
+@pytest.mark.parametrize("runs", [1, 8])
+def test_a_wrong_byte_anywhere_in_a_striped_block_is_found(messenger: TcpMessenger, byte: int, runs: int) -> None:
+    store = MemoryStore(8 * MIB, runs)
+    keys = keys_of("a", 1)
+    store.put(keys)
+    store.blocks[keys[0]][0][byte] ^= 1
+    with serving(store) as server, pytest.raises(TransferError, match="arrived with a wrong checksum"):
+        messenger.read_now(server.address, SPACE, keys, [np.empty(8 * MIB, np.uint8)], SECONDS, on_block=never)
+    assert messenger.counters()["checksum_failures"] == 1
+
+
+def never(index: int, sums: object) -> None:
+    raise AssertionError("the block is not good")
+
+
+def test_two_halves_of_different_copies_are_no_block(one_lane: TcpMessenger) -> None:
+    store = MemoryStore(8 * MIB, 8)
+    keys = keys_of("a", 1)
+    store.put(keys)
+    depart = store.depart
+
+    def replace_between(*args: object) -> object:
+        leaving = depart(*args)  # type: ignore[arg-type]
+        store.put(keys, "another version")
+        return leaving
+
+    store.depart = replace_between  # type: ignore[method-assign, assignment]
+    target = np.empty(8 * MIB, np.uint8)
+    with serving(store) as server, pytest.raises(TransferError, match="replaced by another copy"):
+        # Background, so that it goes in several pieces over the one connection.
+        one_lane.read_now(server.address, SPACE, keys, [target], SECONDS, never, priority=Priority.BACKGROUND)
+
+
+def test_layers(messenger: TcpMessenger) -> None:
+    store = MemoryStore(4 * MIB, 8)
+    keys = keys_of("a", 3)
+    store.put(keys)
+    targets = [np.zeros(3 * MIB // 2, np.uint8) for _ in keys]
+    sums: dict[int, list[int]] = {}
+    with serving(store) as server:
+        count = messenger.read_now(
+            server.address, SPACE, keys, targets, SECONDS, lambda i, found: sums.update({i: list(found)}), layers=(2, 3)
+        )
+        assert count == 3
+        assert server.counters()["bytes_out"] == 3 * targets[0].nbytes
+        with pytest.raises(TransferError, match="runs 6 to 8"):
+            messenger.read_now(server.address, SPACE, keys, targets, SECONDS, layers=(6, 3))
+    for index, (key, target) in enumerate(zip(keys, targets, strict=True)):
+        data, checksums = store.blocks[key]
+        assert np.array_equal(target, data.reshape(8, -1)[2:5].reshape(-1))
+        assert sums[index] == checksums[2:5]
+
+
+def test_what_the_peer_has_not_got_ends_the_read(one_lane: TcpMessenger) -> None:
+    store = MemoryStore(MIB, 4)
+    keys = keys_of("a", 40)
+    store.put(keys[:5])
+    store.put(keys[6:])
+    targets = [np.zeros(MIB, np.uint8) for _ in keys]
+    with serving(store) as server:
+        assert one_lane.read(server.address, SPACE, keys, targets, SECONDS).result(SECONDS) == 5
+    # The rest was not asked for, but for what was under way already.
+    assert len(store.asked) <= 4
+
+
+def test_a_connection_that_dies_costs_only_what_was_not_there(messenger: TcpMessenger) -> None:
+    store = MemoryStore(8 * MIB, 32)
+    keys = keys_of("a", 4)
+    store.put(keys)
+    targets = [np.zeros(8 * MIB, np.uint8) for _ in keys]
+    complete: list[int] = []
+    with serving(store) as server, proxy(server.address, cut_back_after=5 * MIB) as between:
+        read = messenger.read(
+            between.address, SPACE, keys, targets, SECONDS, lambda index, sums: complete.append(index)
+        )
+        assert read.result(SECONDS) == 4
+        assert between.cuts == 1
+        lost = between.back - 32 * MIB
+    for key, target in zip(keys, targets, strict=True):
+        assert np.array_equal(target, store.blocks[key][0])
+    assert sorted(complete) == [0, 1, 2, 3]
+    counters = messenger.counters()
+    assert 1 <= counters["resubmissions"] <= 2
+    # Of what had come only the unfinished run (256 KiB), and what was in the proxy's hands, came again.
+    assert 0 <= lost < MIB
+    assert counters["failures"] == 0
+
+
+def test_a_write_whose_connection_dies_is_finished_over_another(messenger: TcpMessenger) -> None:
+    store = MemoryStore(8 * MIB, 32)
+    blocks = [bytes_of(key, 8 * MIB) for key in keys_of("a", 4)]
+    with serving(store) as server, proxy(server.address, cut_after=5 * MIB) as between:
+        writes = [write_of(index, data, 32) for index, data in enumerate(blocks)]
+        messenger.write(between.address, writes, SECONDS).result(SECONDS)
+        assert between.cuts == 1
+        # The confirmed pieces did not go again: no more than the two that were under way.
+        assert between.there < (32 + 2 * 4 + 1) * MIB
+    for index, data in enumerate(blocks):
+        assert np.array_equal(store.rooms[index], data)
+    assert messenger.counters()["resubmissions"] >= 1
+
+
+def test_urgent_work_overtakes_background_work_that_runs_and_waits(one_lane: TcpMessenger) -> None:
+    store = MemoryStore(8 * MIB, 8)
+    background, urgent = keys_of("background", 4), keys_of("urgent", 1)
+    store.put([*background, *urgent])
+    targets = [np.empty(8 * MIB, np.uint8) for _ in range(5)]
+    with serving(store) as server, held(store, one_lane, server):
+        replicas = [
+            one_lane.read(server.address, SPACE, [key], [target], SECONDS, priority=Priority.BACKGROUND)
+            for key, target in zip(background, targets, strict=False)
+        ]
+        store.gate.set()
+        eventually(lambda: background[1] in [keys[0] for keys in store.asked], "background work runs")
+        before = len(store.asked)
+        store.gate.clear()
+        request = one_lane.read(server.address, SPACE, urgent, targets[4:], SECONDS)
+        store.gate.set()
+        assert request.result(SECONDS) == 1
+        asked = [keys[0] for keys in store.asked]
+        assert not all(replica.done() for replica in replicas)
+        # Behind the pieces under way: two, and those that went while this test looked away.
+        assert asked.index(urgent[0]) - before <= 4
+        assert [replica.result(SECONDS) for replica in replicas] == [1] * 4
+
+
+def test_background_work_is_not_starved(one_lane: TcpMessenger) -> None:
+    store = MemoryStore(64 << 10, 1)
+    background, urgent = keys_of("background", 1), keys_of("urgent", 30)
+    store.put([*background, *urgent])
+    target = np.empty(64 << 10, np.uint8)
+    with serving(store) as server, held(store, one_lane, server):
+        replica = one_lane.read(server.address, SPACE, background, [target], SECONDS, priority=Priority.BACKGROUND)
+        targets = [np.empty(64 << 10, np.uint8) for _ in urgent]
+        requests = [
+            one_lane.read(server.address, SPACE, [key], [own], SECONDS)
+            for key, own in zip(urgent, targets, strict=True)
+        ]
+        store.gate.set()
+        assert [request.result(SECONDS) for request in requests] == [1] * 30
+        assert replica.result(SECONDS) == 1
+    assert [keys[0] for keys in store.asked].index(background[0]) <= 9
+
+
+def test_a_full_queue_refuses_background_work_and_lets_urgent_work_wait(
+    one_lane: TcpMessenger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "QUEUE_TRANSFERS", 4)
+    store = MemoryStore(4096, 1)
+    keys = keys_of("a", 1)
+    store.put(keys)
+
+    def read(priority: Priority, time_left: float = SECONDS):  # type: ignore[no-untyped-def]
+        target = np.empty(4096, np.uint8)
+        return one_lane.read(server.address, SPACE, keys, [target], time_left, priority=priority)
+
+    with serving(store) as server, held(store, one_lane, server):
+        waits = [read(Priority.BACKGROUND) for _ in range(4)]
+        counters = one_lane.counters()
+        assert (counters["queued"], counters["queued_bytes"]) == (4, 4 * 4096)
+        with pytest.raises(TransferError, match=r"4 transfers .* wait for .*queue is full for background work"):
+            read(Priority.BACKGROUND).result(0)
+        late = read(Priority.URGENT, 0.1)
+        with pytest.raises(TransferError, match="did not begin before its deadline"):
+            late.result(SECONDS)
+        waits.append(read(Priority.URGENT))
+        store.gate.set()
+        assert [wait.result(SECONDS) for wait in waits] == [1] * 5
+        assert one_lane.counters()["refused_transfers"] == 1
+
+
+def test_more_peers_than_connections(threads: None) -> None:
+    """Six peers, all busy at once, and three connections: everybody is served, the cap holds."""
+    messenger = TcpMessenger(None, connections_per_peer=2, most_connections=3)
+    keys = keys_of("a", 1)
+    most = 0.0
+    try:
+        with contextlib.ExitStack() as stack:
+            stores = [MemoryStore(256 << 10, 1) for _ in range(6)]
+            servers = [stack.enter_context(serving(store)) for store in stores]
+            for store in stores:
+                store.put(keys)
+            for _ in range(5):
+                reads = [
+                    messenger.read(server.address, SPACE, keys, [np.empty(256 << 10, np.uint8)], SECONDS)
+                    for server in servers
+                    for _ in range(4)
+                ]
+                while not all(read.done() for read in reads):
+                    most = max(most, messenger.counters()["connections"])
+                    time.sleep(0.001)
+                assert [read.result() for read in reads] == [1] * 24
+            assert most <= 3
+            for server in servers:
+                # One at a time: now they are idle, and evicted when another is wanted.
+                target = np.empty(256 << 10, np.uint8)
+                assert messenger.read_now(server.address, SPACE, keys, [target], SECONDS) == 1
+            counters = messenger.counters()
+            assert counters["evicted_endpoints"] >= 3
+            assert counters["connections"] <= 3
+    finally:
+        messenger.close()
+
+
+def test_a_peer_that_is_always_busy_gives_way_in_the_end(threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "TURN_SECONDS", 0.05)
+    messenger = TcpMessenger(None, most_connections=1)
+    store, other = MemoryStore(4096, 1), MemoryStore(4096, 1)
+    keys = keys_of("a", 1)
+    store.put(keys)
+    other.put(keys)
+    try:
+        with serving(store) as busy, serving(other) as wanting:
+
+            def read(server: TcpServer):  # type: ignore[no-untyped-def]
+                return messenger.read(server.address, SPACE, keys, [np.empty(4096, np.uint8)], SECONDS)
+
+            going = [read(busy) for _ in range(50)]
+            wanted = read(wanting)
+            until = time.monotonic() + SECONDS
+            while not wanted.done() and time.monotonic() < until:
+                going.append(read(busy))
+                going[-40].result(SECONDS)
+            assert wanted.result(0) == 1
+            assert [each.result(SECONDS) for each in going] == [1] * len(going)
+    finally:
+        messenger.close()
+
+
+def test_nothing_is_kept_of_a_peer_that_nobody_talks_to(
+    messenger: TcpMessenger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "IDLE_SECONDS", 0.1)
+    before = threading.active_count()
+    store = MemoryStore(4096, 1)
+    keys = keys_of("a", 1)
+    store.put(keys)
+    with serving(store) as server:
+        target = np.empty(4096, np.uint8)
+        assert messenger.read_now(server.address, SPACE, keys, [target], SECONDS) == 1
+        assert messenger.read(server.address, SPACE, keys, [target], SECONDS).result(SECONDS) == 1
+        assert messenger.counters()["connections"] >= 1
+        eventually(lambda: messenger.counters()["endpoints"] == 0, "the peer is forgotten")
+        assert messenger.counters()["connections"] == 0
+        assert messenger.read_now(server.address, SPACE, keys, [target], SECONDS) == 1
+    eventually(lambda: threading.active_count() == before, "its threads end")
+
+
+def test_a_thread_that_waits_moves_the_bytes_itself(messenger: TcpMessenger) -> None:
+    store = MemoryStore(4096, 1)
+    keys = keys_of("a", 1)
+    store.put(keys)
+    here: list[threading.Thread] = []
+    with serving(store) as server:
+        target = np.empty(4096, np.uint8)
+        messenger.read_now(
+            server.address, SPACE, keys, [target], SECONDS, lambda *_: here.append(threading.current_thread())
+        )
+    assert here == [threading.current_thread()]
+
+
+def test_anything_may_be_carried(messenger: TcpMessenger) -> None:
+    store = MemoryStore(4096, 1)
+    threads: list[threading.Thread] = []
+
+    def refuse(channel: Channel) -> int:
+        threads.append(threading.current_thread())
+        if len(threads) < 3:
+            raise ConnectionResetError
+        raise PoolError("not today")
+
+    with serving(store) as server:
+        assert messenger.carry_now(server.address, lambda channel: 7, SECONDS) == 7
+        with pytest.raises(TransferError, match="broke"):
+            messenger.carry(server.address, refuse, SECONDS).result(SECONDS)
+        with pytest.raises(PoolError, match="not today"):
+            messenger.carry_now(server.address, refuse, SECONDS)
+        assert threads[-1] is threading.current_thread()
+        connections = messenger.counters()["connections"]
+        assert messenger.carry_now(server.address, lambda channel: 8, SECONDS) == 8
+        assert messenger.counters()["connections"] == connections == 1
+
+
+def test_a_peer_that_is_not_there_fails_all_that_waits_for_it_at_once(one_lane: TcpMessenger) -> None:
+    store = MemoryStore(4096, 1)
+    with serving(store) as server:
+        address = server.address
+    start = time.monotonic()
+    reads = [
+        one_lane.read(address, SPACE, keys_of("a", 1), [np.empty(4096, np.uint8)], 600, priority=priority)
+        for priority in Priority
+        for _ in range(20)
+    ]
+    for read in reads:
+        with pytest.raises(TransferError, match="broke"):
+            read.result(SECONDS)
+    assert time.monotonic() - start < 5
