@@ -99,6 +99,7 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._scratch: Bytes | None = None
+        self._length = memoryview(bytearray(_LENGTH.size))
         self._limits = {socket.SO_RCVTIMEO: math.inf, socket.SO_SNDTIMEO: math.inf}
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -122,9 +123,7 @@ class Channel:
             view = view[sent:]
 
     def receive_into(self, target: Bytes, until: float) -> None:
-        view = target.data
-        while len(view):
-            view = view[self.receive_some(view[:PIECE_BYTES], until) :]
+        self._receive_all(target.data, until)
 
     def receive_hashed(self, target: Bytes, until: float) -> int:
         """Receive one run; its xxh3-64."""
@@ -165,20 +164,19 @@ class Channel:
 
         Raises EOFError where the peer closed the connection between two frames, TransferError for what is no frame.
         """
-        length_bytes = np.empty(_LENGTH.size, np.uint8)
-        received = self._receive(length_bytes.data, until)
+        received = self._receive(self._length, until)
         if not received:
             raise EOFError
         if body_seconds is not None:
             until = min(until, time.monotonic() + body_seconds)
-        self.receive_into(length_bytes[received:], until)
-        (length,) = _LENGTH.unpack(length_bytes.tobytes())
+        self._receive_all(self._length[received:], until)
+        (length,) = _LENGTH.unpack(self._length)
         if length > MAX_HEADER_BYTES:
             raise TransferError(f"a frame announces {length} bytes, at most {MAX_HEADER_BYTES}")
-        data = np.empty(length, np.uint8)
-        self.receive_into(data, until)
+        data = bytearray(length)
+        self._receive_all(memoryview(data), until)
         try:
-            return _decoder.decode(data.data)
+            return _decoder.decode(data)
         except msgspec.MsgspecError as e:
             raise TransferError(f"unreadable frame of {length} bytes: {e}") from None
 
@@ -191,6 +189,10 @@ class Channel:
 
     def close(self) -> None:
         self._socket.close()
+
+    def _receive_all(self, view: memoryview, until: float) -> None:
+        while len(view):
+            view = view[self.receive_some(view[:PIECE_BYTES], until) :]
 
     def _receive(self, view: memoryview, until: float, flags: int = 0) -> int:
         """0 where the peer has closed the connection."""

@@ -35,7 +35,7 @@ SPLIT_BYTES = 2 << 20
 PIECE_BYTES = 4 << 20
 """Of an urgent transfer: at most about this much goes over one connection before others may."""
 BACKGROUND_BYTES = 1 << 20
-"""Of a background one: an urgent transfer waits for at most two of these."""
+"""Of a background one: an urgent transfer waits for at most one of these (why: see `lanes`)."""
 MAX_CONNECTIONS = 64
 """To all peers together."""
 LONGEST_SECONDS = 3600.0

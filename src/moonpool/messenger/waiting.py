@@ -117,6 +117,9 @@ class Waiting:
         """Transfers."""
         return sum(map(len, self._queues.values()))
 
+    def __bool__(self) -> bool:
+        return self.pieces > 0
+
     def has_room(self, transfer: Transfer[Any]) -> bool:
         if transfer.priority is Priority.URGENT:
             return len(self) < URGENT_TRANSFERS
