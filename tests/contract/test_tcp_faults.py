@@ -179,10 +179,12 @@ def test_a_peer_that_dies_fails_its_transfers_at_once(conductor: Conductor, mess
         with pytest.raises(TransferError, match="deadline"):
             in_time.result(SECONDS)
         assert not future.done()
+        killed = time.monotonic()
         process.kill()
         for pending in (future, *queued):
             with pytest.raises(TransferError, match=f"{peer.data_address} broke"):
                 pending.result(SECONDS)
+        assert time.monotonic() - killed < 5
     for path in Path(peer.socket_path).parent.glob("node-9.*"):
         path.unlink()
 
@@ -380,6 +382,38 @@ def test_large_transfers_use_all_connections(conductor: Conductor, join: Join, m
         assert p.connections == 2
     for block, target in zip(blocks, targets, strict=False):
         assert np.array_equal(block, target)
+
+
+def test_one_large_block_is_striped_and_only_its_wanted_layers_are_read(
+    conductor: Conductor, join: Join, messenger: TcpMessenger
+) -> None:
+    space = KeySpace(KeySpaceId("cc" * 16), 64, 8, 1 << 20)
+    node = conductor.start_node("node-big", 2 * space.block_bytes)
+    keys = keys_of("big", 1)
+    client = join(node)
+    conductor.reserve(node, R, keys, space=space)
+    waiting = client.await_room(R, 1, 60)
+    data = bytes_of(keys[0], space.block_bytes)
+    messenger.write_now(node.data_address, [room_write(R, 0, data, runs=8)], SECONDS)
+    contents = waiting.result(SECONDS)
+    assert contents is not None
+    contents.close()
+    stats = client.stats().result(SECONDS)
+    assert stats["tcp_writes"] == 2
+    target = np.empty(space.block_bytes, np.uint8)
+    assert messenger.read_now(node.data_address, space.id, keys, [target], SECONDS) == 1
+    assert np.array_equal(target, data)
+    part = np.empty(3 * space.run_bytes, np.uint8)
+    assert messenger.read_now(node.data_address, space.id, keys, [part], SECONDS, layers=(4, 3)) == 1
+    assert np.array_equal(part, data[4 << 20 : 7 << 20])
+    stats = client.stats().result(SECONDS)
+    assert stats["tcp_bytes_out"] == data.nbytes + part.nbytes
+
+
+def test_a_node_counts_what_waits_and_what_went_on_elsewhere(node: NodePeer, join: Join) -> None:
+    stats = join(node).stats().result(SECONDS)
+    for name in ("queued", "queued_bytes", "connections", "evicted_endpoints", "resubmissions", "refused_transfers"):
+        assert stats[f"messenger_{name}"] == 0
 
 
 def test_an_address_in_use_is_a_configuration_error() -> None:

@@ -61,7 +61,7 @@ def test_the_numbers_reconcile(cluster: RunningCluster) -> None:
     assert grown("computed_tokens", "prefill") + grown("cached_tokens", "prefill") == prompt_tokens
     assert grown("cached_tokens", "prefill") == cached > 0
     assert grown("generated_tokens", "decode") + grown("prompts", "prefill") == sum(len(output_ids(a)) for a in answers)
-    assert grown("bytes_sent", "prefill") + grown("bytes_out", "node") == grown("bytes_in", "node") > 0
+    assert grown("messenger_bytes_sent", "prefill") + grown("bytes_out", "node") == grown("bytes_in", "node") > 0
 
     state = cluster.describe()
     held = {part: values["blocks"] for part, values in end.items() if part.startswith("node")}

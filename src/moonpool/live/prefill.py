@@ -148,7 +148,7 @@ class PrefillWorker:
             "pages_used": self._instance.pool.used,
             "jobs": len(self._jobs),
             "integrity_failures": self._books.failures if self._jobs else self._books.audit(),
-            **self._messenger.counters(),
+            **{f"messenger_{name}": value for name, value in self._messenger.counters().items()},
         }
 
     # ---- what it hears

@@ -110,9 +110,9 @@ class Channel:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)
 
-    def send(self, data: Bytes | bytes, until: float, more: bool = False) -> None:
+    def send(self, data: Bytes | bytes | memoryview, until: float, more: bool = False) -> None:
         """`more` tells the kernel that further bytes follow at once."""
-        view = memoryview(data if isinstance(data, bytes) else data.data)
+        view = memoryview(data) if isinstance(data, bytes | memoryview) else data.data
         while len(view):
             is_last = len(view) <= PIECE_BYTES and not more
             self._wait_at_most(until, socket.SO_SNDTIMEO)

@@ -6,8 +6,7 @@ pieces of 1 MiB an urgent transfer takes both lanes within a millisecond or so, 
 better at the 90th percentile than with a lane of its own, and background work has both lanes while nothing else is
 there. (Pieces of 4 MiB, or two at a time, made it wait three times as long; whole transfers of 64 MiB, ten times.)
 
-One lock covers the lanes of all peers (`Connections`); what is
-slow (sockets, callbacks) runs without it.
+One lock covers the lanes of all peers (`Connections`); what is slow (sockets, callbacks) runs without it.
 """
 
 from __future__ import annotations
