@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 
@@ -65,7 +66,10 @@ class Proxy:
                     self.cuts += is_cut
                 if is_cut:
                     for sock in (source, sink):
+                        # Both sides are told, whatever is on its way to them.
+                        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                         sock.shutdown(socket.SHUT_RDWR)
+                        sock.close()
         for sock in (source, sink):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)

@@ -89,7 +89,9 @@ class Lane:
 
 def is_cut(error: BaseException) -> bool:
     """Whether the connection ended, rather than the time or the peer's good sense."""
-    return isinstance(error, OSError | EOFError) and not isinstance(error, TimeoutError)
+    # The kernel gives up on a peer that is silent with an error of its own; a passed deadline has no number.
+    is_late = isinstance(error, TimeoutError) and error.errno is None
+    return isinstance(error, OSError | EOFError) and not is_late
 
 
 def failure(address: str, error: BaseException) -> Exception:
