@@ -21,10 +21,10 @@ from moonpool.errors import TransferError
 from moonpool.messenger.transfer import TAIL, Bytes, checksum
 
 MAX_HEADER_BYTES = 16 << 20
-PIECE_BYTES = 1 << 20
-"""Most bytes of one system call: long enough to be fast, short enough to notice a deadline."""
-HASH_BYTES = 256 << 10
-"""What is received before it is hashed, while it is still in the core's cache and the next bytes arrive."""
+PIECE_BYTES = 4 << 20
+"""Most bytes of one system call. Few large calls cost a fifth less processor time than calls of 256 KiB or 1 MiB."""
+HASH_BYTES = 1 << 20
+"""What is received before it is hashed, while the kernel takes in what comes next."""
 HANDSHAKE_SECONDS = 5.0
 
 _MAGIC = b"moonpool data 1\n"
@@ -147,8 +147,8 @@ class Channel:
     def skip(self, nbytes: int, until: float) -> None:
         """Receive bytes and throw them away."""
         if self._scratch is None:
-            self._scratch = np.empty(PIECE_BYTES, np.uint8)
-        for start in range(0, nbytes, PIECE_BYTES):
+            self._scratch = np.empty(HASH_BYTES, np.uint8)
+        for start in range(0, nbytes, HASH_BYTES):
             self.receive_into(self._scratch[: nbytes - start], until)
 
     def send_header(self, header: Header, until: float, more: bool = False) -> None:
