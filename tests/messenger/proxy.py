@@ -1,4 +1,4 @@
-"""Stands between Messenger and a data server and cuts a connection once."""
+"""Stands between Messenger and a data server and cuts connections."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 PIECE = 1 << 16
 SECONDS = 20.0
@@ -26,6 +26,12 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._start(self._accept)
+
+    def cut_some(self, is_cut: Callable[[], bool]) -> None:
+        """Of the youngest connections, those for which it says so."""
+        for sock in self._sockets[-4:]:
+            if is_cut():
+                _reset(sock)
 
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
@@ -65,14 +71,19 @@ class Proxy:
                     is_cut = limit is not None and passed > limit and not self.cuts
                     self.cuts += is_cut
                 if is_cut:
-                    for sock in (source, sink):
-                        # Both sides are told, whatever is on its way to them.
-                        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                        sock.shutdown(socket.SHUT_RDWR)
-                        sock.close()
+                    _reset(source)
+                    _reset(sink)
         for sock in (source, sink):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
+
+
+def _reset(sock: socket.socket) -> None:
+    """The other side is told at once, whatever is on its way to it."""
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()
 
 
 @contextlib.contextmanager

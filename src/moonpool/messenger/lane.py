@@ -97,7 +97,7 @@ def is_cut(error: BaseException) -> bool:
 def failure(address: str, error: BaseException) -> Exception:
     """What a transfer fails with."""
     if is_cut(error):
-        return TransferError(f"the connection to {address} broke: {error or 'closed by the peer'}")
+        return TransferError(f"the connection to {address} broke: {str(error) or 'closed by the peer'}")
     if isinstance(error, TimeoutError):
         return TransferError(f"the transfer with {address} was not over by its deadline")
     if not isinstance(error, Exception):
