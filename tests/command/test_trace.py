@@ -11,6 +11,7 @@ import pytest
 from moonpool.command import replays
 from moonpool.command.trace import describe, hits, ratio, read_capacities, read_policies
 from moonpool.errors import ConfigError, TraceError
+from moonpool.trace import elsewhere
 
 LINES = [
     {"timestamp": 0, "input_length": 25, "output_length": 3, "hash_ids": [0, 1, 2]},
@@ -64,11 +65,17 @@ def test_several_processes_find_the_same(
     assert [r["capacity"] for r in reports[1]["hit_ratios"]] == [None, 3, 2, 1] * 2
 
 
-def test_a_replay_that_fails_elsewhere_is_no_result(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [("raise SystemExit('out of luck')", "ended: out of luck"), ("print(1)", "answered nonsense: .*")],
+)
+def test_a_replay_that_fails_elsewhere_is_no_result(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, program: str, reason: str
+) -> None:
     monkeypatch.setattr(replays, "BLOCKS_A_JOB", 1)
-    monkeypatch.setattr(replays, "COMMAND", (sys.executable, "-c", "raise SystemExit('moonpool: out of luck')"))
-    with pytest.raises(TraceError, match=r"another process ended: out of luck \(try --jobs 1\)"):
-        hits(trace, "inf,3", "lru", 10, skip_bad=False, as_json=True, jobs=2)
+    monkeypatch.setattr(elsewhere, "COMMAND", (sys.executable, "-c", program))
+    with pytest.raises(TraceError, match=rf"another process {reason} \(try --jobs 1\)"):
+        hits(trace, "3,2", "lru", 10, skip_bad=False, as_json=True, jobs=2)
 
 
 def test_what_was_left_out_or_does_not_fit_is_said(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,32 +1,20 @@
-"""Replays of one trace on several cores: each core takes some of the capacities, in a process of this same command."""
+"""Replays of one trace on several cores: each core takes some of them, the others in processes of their own."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from moonpool.core.eviction import EvictionPolicy
 from moonpool.errors import TraceError
-from moonpool.trace.hits import HitRatio, Load, hit_ratios
+from moonpool.trace import elsewhere
+from moonpool.trace.hits import HitRatio, Load, hit_ratios, rare_collection
 
-COMMAND = (sys.executable, "-P", "-m", "moonpool", "trace", "hits")
 BLOCKS_A_JOB = 1_000_000
 """Replays of fewer blocks are done before another process is up and has read the trace."""
-
-ALLOCATIONS = 200_000
-"""Between two collections of garbage."""
-
-
-class _Answer(msgspec.Struct):
-    """What is needed of the other process's `--json`."""
-
-    hit_ratios: tuple[HitRatio, ...]
 
 
 def replay(
@@ -37,19 +25,23 @@ def replay(
     policies: Sequence[EvictionPolicy],
     jobs: int,
 ) -> tuple[HitRatio, ...]:
-    """`hit_ratios` of a trace that was loaded from `file`, by up to `jobs` processes. Raises TraceError."""
-    visits = loaded.blocks * len(capacities) * len(policies)
+    """The hit ratios of a trace that was loaded from `file`, policies outermost, by up to `jobs` processes.
+
+    Raises TraceError.
+    """
+    wanted = [(policy, capacity) for policy in policies for capacity in capacities]
+    # Where nothing has to go there is nothing to share out.
+    limited = [(policy, size) for policy, size in wanted if size is not None and size < loaded.distinct_blocks]
     # What is no regular file cannot be read again.
-    jobs = min(jobs, len(capacities), max(1, visits // BLOCKS_A_JOB)) if file.is_file() else 1
-    options = ["--policy", ",".join(policies), "--block-size", str(loaded.block_tokens), *["--skip-bad"] * skip_bad]
+    jobs = min(jobs, max(1, loaded.blocks * len(limited) // BLOCKS_A_JOB)) if file.is_file() else 1
     others: list[subprocess.Popen[bytes]] = []
     try:
         for job in range(1, jobs):
-            share = ",".join("inf" if capacity is None else str(capacity) for capacity in capacities[job::jobs])
-            command = [*COMMAND, "--json", "--jobs", "1", "--capacity", share, *options, "--", str(file)]
-            others.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
-        with _rare_collection():
-            found = list(hit_ratios(loaded, capacities[::jobs], policies))
+            share = elsewhere.Job(str(file), skip_bad, loaded.block_tokens, tuple(limited[job::jobs]))
+            others.append(subprocess.Popen(elsewhere.command(share), stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        own = limited[::jobs]
+        with rare_collection():
+            found = list(hit_ratios(loaded, [*own, *(each for each in wanted if each not in limited)]))
         for other in others:
             found += _result(other)
     finally:
@@ -57,23 +49,15 @@ def replay(
             other.kill()
             other.communicate()
     known = {(ratio.policy, ratio.capacity): ratio for ratio in found}
-    return tuple(known[policy, capacity] for policy in policies for capacity in capacities)
-
-
-@contextlib.contextmanager
-def _rare_collection() -> Iterator[None]:
-    """Looking through a hundred thousand living blocks for garbage, again and again, is a tenth of a replay's time."""
-    before = gc.get_threshold()
-    gc.set_threshold(ALLOCATIONS)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
+    return tuple(known[each] for each in wanted)
 
 
 def _result(process: subprocess.Popen[bytes]) -> Sequence[HitRatio]:
     answer, errors = process.communicate()
     if process.returncode:
         lines = errors.decode(errors="replace").strip().splitlines() or [f"exit status {process.returncode}"]
-        raise TraceError(f"a replay in another process ended: {lines[-1].removeprefix('moonpool: ')} (try --jobs 1)")
-    return msgspec.json.decode(answer, type=_Answer).hit_ratios
+        raise TraceError(f"a replay in another process ended: {lines[-1]} (try --jobs 1)")
+    try:
+        return elsewhere.read_answer(answer)
+    except msgspec.MsgspecError as e:
+        raise TraceError(f"a replay in another process answered nonsense: {e} (try --jobs 1)") from None

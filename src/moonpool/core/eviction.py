@@ -18,7 +18,7 @@ from collections.abc import Container, Hashable, Iterable, Iterator, KeysView, S
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from moonpool.core.ranked import Ranked
+from moonpool.core.ranked import PAGE_ITEMS, Page, Ranked
 
 K = TypeVar("K", bound=Hashable)
 
@@ -52,6 +52,8 @@ class _Entry(Generic[K]):
     pins: int
     children: _Entry[K] | dict[_Entry[K], None] | None = None
     """One, as nearly always, or several: a dict for each block would be most of the memory."""
+    page: Page[_Entry[K]] | None = None
+    """Where it waits; None while it is pinned, or gone."""
 
     @property
     def is_hole(self) -> bool:
@@ -121,7 +123,7 @@ class Eviction(Generic[K]):
         for key in keys:
             entry = new(_Entry)
             entry.key, entry.size, entry.parent = key, size, above
-            entry.rank, entry.pins, entry.children = rank, pins, None
+            entry.rank, entry.pins, entry.children, entry.page = rank, pins, None, None
             if above is not None:
                 if above.children is None:
                     above.children = entry
@@ -150,13 +152,15 @@ class Eviction(Generic[K]):
 
     def pin(self, keys: Sequence[K]) -> None:
         """Each pin counts as a use, and needs its unpin."""
+        entries, use = self._entries, self._use
         for key in keys:
-            entry = self._entries[key]
-            if not entry.pins:
-                self._dequeue(entry)
+            entry = entries[key]
+            if entry.page is not None:
+                del entry.page[entry]
+                entry.page = None
                 self.evictable_bytes -= entry.size
             entry.pins += 1
-            entry.rank += self._use
+            entry.rank += use
 
     def unpin(self, keys: Sequence[K]) -> None:
         """These blocks of one prompt, in prompt order. The last unpin of a block is the time of its last use.
@@ -191,20 +195,26 @@ class Eviction(Generic[K]):
 
     def evict(self, bytes_needed: int) -> tuple[K, ...]:
         """Remove the `victims` and name them. Cheaper than their removal one by one."""
-        waiting, freed, gone = self._waiting, 0, []
-        while freed < bytes_needed and (queue := waiting.lowest()):
-            is_lowest = True
-            while is_lowest and freed < bytes_needed:
-                entry, _ = queue.popitem(last=False)
+        waiting, entries, freed, gone = self._waiting, self._entries, 0, []
+        while freed < bytes_needed and (page := waiting.first()):
+            leaving = []
+            for entry in page:
+                leaving.append(entry)
                 freed += entry.size
+                # One with children leaves holes, which go next.
+                if freed >= bytes_needed or entry.children is not None:
+                    break
+            for entry in leaving:
+                del page[entry]
+                entry.page = None
+                parent = entry.parent
+                if entry.children is None and parent is not None and parent.children is entry and parent.pins >= 0:
+                    # The end of a prompt, as nearly always.
+                    del entries[entry.key]
+                    parent.children = None
+                else:
+                    self._forget(entry)
                 gone.append(entry.key)
-                if not queue:
-                    waiting.drop_lowest()
-                    is_lowest = False
-                if entry.children is not None:
-                    # It leaves holes, which go next.
-                    is_lowest = False
-                self._forget(entry)
         self.bytes -= freed
         self.evictable_bytes -= freed
         return tuple(gone)
@@ -235,18 +245,20 @@ class Eviction(Generic[K]):
             yield bereft.popleft()
 
     def _wait(self, entries: Iterable[_Entry[K]]) -> None:
-        queues = self._waiting.queues
+        pages, next_page = self._waiting.pages, self._waiting.page
         for entry in entries:
             parent = entry.parent
             rank = entry.rank if parent is None or parent.pins != GONE else HOLE_RANK
-            queue = queues.get(rank)
-            if queue is None:
-                self._waiting.add(rank, entry)
-            else:
-                queue[entry] = None
+            page = pages.get(rank)
+            if page is None or len(page) >= PAGE_ITEMS:
+                page = next_page(rank)
+            page[entry] = None
+            entry.page = page
 
     def _dequeue(self, entry: _Entry[K]) -> None:
-        self._waiting.remove(HOLE_RANK if entry.is_hole else entry.rank, entry)
+        assert entry.page is not None
+        del entry.page[entry]
+        entry.page = None
 
     def _forget(self, entry: _Entry[K]) -> None:
         """A block that waits no more is gone. Its size is for the caller to book."""
@@ -315,6 +327,7 @@ class Eviction(Generic[K]):
         """Raises AssertionError where the books do not add up."""
         entries = self._entries.values()
         free = [entry for entry in entries if not entry.pins]
+        waiting = {entry: rank for rank, entry in self._waiting.ascending()}
         assert self.bytes == sum(entry.size for entry in entries)
         assert self.evictable_bytes == sum(entry.size for entry in free)
         assert self.holes == sum(entry.is_hole for entry in entries)
@@ -323,14 +336,17 @@ class Eviction(Generic[K]):
             assert entry.pins >= 0, f"{key!r} has {entry.pins} pins"
             assert entry.parent is None or entry in entry.parent.offspring(), f"{key!r} is unknown to its parent"
             assert entry.children != {}
+            assert (entry.page is None) == (entry.pins > 0)
         for key, entry in self._gone.items():
             assert entry.pins == GONE
             assert key not in self._entries
             assert entry.offspring(), f"{key!r} is gone and nobody's parent"
         for entry in free:
             rank = HOLE_RANK if entry.is_hole else entry.rank
-            assert entry in self._waiting.queues.get(rank, ()), f"{entry.key!r} does not wait at {rank}"
-        assert sum(len(queue) for queue in self._waiting.queues.values()) == len(free)
+            assert waiting.get(entry) == rank, f"{entry.key!r} does not wait at {rank}"
+            assert entry.page is not None
+            assert entry in entry.page
+        assert len(waiting) == len(free)
         linked = [child for entry in (*entries, *self._gone.values()) for child in entry.offspring()]
         assert len(linked) == sum(entry.parent is not None for entry in entries)
         self._waiting.check_integrity()

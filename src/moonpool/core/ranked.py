@@ -1,70 +1,76 @@
 """Queues by rank: the lowest rank first, within a rank first in, first out.
 
-Many items share few ranks, so an order is kept only between ranks (a heap); within one it is that of a linked list.
-Adding and removing take O(1), or O(log ranks) where a rank appears or goes: amortized, as emptied ranks are cleared
-away later.
+Many items share few ranks, so an order is kept only between ranks (a heap). A queue is a row of *pages*: plain dicts,
+which keep the order of arrival and let go of any item at once. What has become empty stays until it is met or until as
+much is useless as is in use, so an item that comes or goes costs O(1), or O(log ranks) where a rank appears: amortized.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
 
-SPARE_RANKS = 64
-"""So many emptied ranks stay in the heap, besides as many as have items; so many empty queues wait for a new rank."""
+Page = dict[T, None]
+
+PAGE_ITEMS = 64
+"""A page with so many takes no more: whoever looks for its first item walks over all that was deleted before it."""
+SPARE_PAGES = 64
+"""So many pages may be empty, besides as many as are not."""
 
 
 @dataclass(slots=True)
 class Ranked(Generic[T]):
-    """An item is in one rank at a time; its owner knows in which."""
+    """An item is in one page at a time; its owner knows in which, and takes it out by `del page[item]`."""
 
-    queues: dict[int, OrderedDict[T, None]] = field(default_factory=dict)
-    """By rank; none is empty. The owner may put an item at the end of a queue by itself."""
+    pages: dict[int, Page[T]] = field(default_factory=dict)
+    """By rank: where items that come now belong, at the end, as long as it has fewer than PAGE_ITEMS."""
+    _full: dict[int, deque[Page[T]]] = field(default_factory=dict)
+    """By rank, where there are any: the pages before that one, the oldest first. They were full once."""
     _heap: list[int] = field(default_factory=list)
-    """All ranks that have a queue, and the emptied ones."""
-    _emptied: set[int] = field(default_factory=set)
-    _spare: list[OrderedDict[T, None]] = field(default_factory=list)
+    """The ranks that have a page."""
+    _count: int = 0
+    """Of all pages."""
+    _most: int = SPARE_PAGES
 
-    def add(self, rank: int, item: T) -> None:
-        """The item is the last of its rank."""
-        queue = self.queues.get(rank)
-        if queue is None:
-            queue = self.queues[rank] = self._spare.pop() if self._spare else OrderedDict()
-            if rank in self._emptied:
-                self._emptied.remove(rank)
-            else:
-                heapq.heappush(self._heap, rank)
-        queue[item] = None
+    def page(self, rank: int) -> Page[T]:
+        """The page of `pages`, or a new one in its place. Good until the next call."""
+        page = self.pages.get(rank)
+        if page is not None and len(page) < PAGE_ITEMS:
+            return page
+        if self._count >= self._most:
+            self._clear_away()
+        if page is None:
+            heapq.heappush(self._heap, rank)
+        else:
+            self._full.setdefault(rank, deque()).append(page)
+        page = self.pages[rank] = {}
+        self._count += 1
+        return page
 
-    def remove(self, rank: int, item: T) -> None:
-        """Raises KeyError where the item is not in that rank."""
-        queue = self.queues[rank]
-        del queue[item]
-        if not queue:
-            self._retire(rank)
-            self._emptied.add(rank)
-            if len(self._emptied) > len(self.queues) + SPARE_RANKS:
-                self._heap = sorted(self.queues)
-                self._emptied.clear()
-
-    def lowest(self) -> OrderedDict[T, None] | None:
-        """The queue of the lowest rank. Whoever takes its last item away must call `drop_lowest` at once."""
+    def first(self) -> Page[T] | None:
+        """A page that is not empty, and whose items go before all others, in its order. None: there are no items."""
         heap = self._heap
         while heap:
-            queue = self.queues.get(heap[0])
-            if queue is not None:
-                return queue
-            self._emptied.remove(heapq.heappop(heap))
+            rank = heap[0]
+            if full := self._full.get(rank):
+                page = full[0]
+                if page:
+                    return page
+                full.popleft()
+            else:
+                page = self.pages[rank]
+                if page:
+                    return page
+                del self.pages[rank]
+                self._full.pop(rank, None)
+                heapq.heappop(heap)
+            self._count -= 1
         return None
-
-    def drop_lowest(self) -> None:
-        """The queue of the lowest rank is empty."""
-        self._retire(heapq.heappop(self._heap))
 
     def ascending(self) -> Iterator[tuple[int, T]]:
         """All items with their ranks, the first to go first. Nothing may change meanwhile."""
@@ -73,23 +79,25 @@ class Ranked(Generic[T]):
         next_up = [(heap[0], 0)] if heap else []
         while next_up:
             rank, at = heapq.heappop(next_up)
-            for item in self.queues.get(rank, ()):
-                yield rank, item
+            for page in (*self._full.get(rank, ()), self.pages[rank]):
+                for item in page:
+                    yield rank, item
             for below in (2 * at + 1, 2 * at + 2):
                 if below < len(heap):
                     heapq.heappush(next_up, (heap[below], below))
 
-    def _retire(self, rank: int) -> None:
-        """Its queue is empty."""
-        queue = self.queues.pop(rank)
-        if len(self._spare) < SPARE_RANKS:
-            self._spare.append(queue)
+    def _clear_away(self) -> None:
+        """Let go of empty pages."""
+        self._full = {rank: left for rank, full in self._full.items() if (left := deque(page for page in full if page))}
+        for rank in [rank for rank, page in self.pages.items() if not page and rank not in self._full]:
+            del self.pages[rank]
+        self._heap = sorted(self.pages)
+        self._count = len(self.pages) + sum(len(full) for full in self._full.values())
+        self._most = 2 * self._count + SPARE_PAGES
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where heap and queues do not agree."""
-        assert all(self.queues.values()), "an empty queue was kept"
-        assert not any(self._spare), "a spare queue has items"
+        """Raises AssertionError where heap and pages do not agree."""
         assert len(set(self._heap)) == len(self._heap), "a rank is in the heap twice"
-        assert set(self._heap) == self.queues.keys() | self._emptied
-        assert not self.queues.keys() & self._emptied
-        assert len(self._emptied) <= len(self.queues) + SPARE_RANKS
+        assert set(self._heap) == self.pages.keys() >= self._full.keys()
+        assert all(self._heap[(at - 1) // 2] <= rank for at, rank in enumerate(self._heap) if at)
+        assert self._count == len(self.pages) + sum(len(full) for full in self._full.values()) <= self._most
