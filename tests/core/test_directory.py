@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moonpool.core.directory import Directory, IndexHealth
+from moonpool.core.directory import MOST_STALE_BITS, Directory, IndexHealth
 from moonpool.core.vocabulary import BlockKey, Chain, KeySpaceId, PartId, Tier
 
 SPACES = (KeySpaceId("s"), KeySpaceId("t"))
@@ -71,6 +71,33 @@ def test_a_node_that_comes_back_starts_empty() -> None:
         directory.join(NODES[0])
 
 
+def test_what_a_node_gave_up_is_cleared_bit_by_bit_and_its_bits_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moonpool.core.directory.KEYS_A_STEP", 1)
+    directory = joined(*NODES[:2])
+    directory.stored(NODES[1], 1, S, DRAM, KEYS)
+    highest = 0
+    for life in range(1, 200):
+        directory.replace(NODES[0], life, ((S, SSD, KEYS[:4]),))
+        assert directory.match(Chain(S, KEYS)) == [(NODES[1], 6), (NODES[0], 4)]
+        directory.replace(NODES[0], life, ())
+        assert directory.match(Chain(S, KEYS)) == [(NODES[1], 6)]
+        directory.check_integrity()
+        highest = max(highest, *directory._by_bit)
+    assert highest < 1 << 40, "bits come back"
+    for seq in range(2, 20):
+        directory.removed(NODES[1], seq, S, DRAM, KEYS)
+    assert not directory._spaces, "nothing is kept of what nobody has"
+
+
+def test_a_hundred_snapshots_without_a_pause_keep_masks_short() -> None:
+    directory = joined(NODES[0])
+    keys = [BlockKey(i.to_bytes(16, "little")) for i in range(20_000)]
+    for life in range(100):
+        directory.replace(NODES[0], life, ((S, DRAM, keys[life::100]),))
+    assert max(directory._by_bit) < 1 << (MOST_STALE_BITS + 2)
+    directory.check_integrity()
+
+
 SUBSET = st.lists(st.sampled_from(KEYS), max_size=8).map(tuple)
 
 
@@ -79,6 +106,9 @@ class AgainstSets(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.patched = pytest.MonkeyPatch()
+        self.patched.setattr("moonpool.core.directory.KEYS_A_STEP", 1)
+        self.patched.setattr("moonpool.core.directory.MOST_STALE_BITS", 3)
         self.directory = Directory()
         self.model: dict[PartId, set[tuple[KeySpaceId, Tier, BlockKey]]] = {}
         self.seqs: dict[PartId, int] = {}
@@ -133,6 +163,9 @@ class AgainstSets(RuleBasedStateMachine):
                 expected.append((node, run))
         expected.sort(key=lambda pair: (-pair[1], pair[0]))
         assert self.directory.match(Chain(space, tuple(keys))) == expected
+
+    def teardown(self) -> None:
+        self.patched.undo()
 
     @invariant()
     def adds_up(self) -> None:

@@ -38,7 +38,7 @@ def test_a_node_too_large_for_one_message_is_announced_whole(
     monkeypatch: pytest.MonkeyPatch, snapshot_keys: int
 ) -> None:
     monkeypatch.setattr(announcements, "KEYS_A_SNAPSHOT", snapshot_keys)
-    monkeypatch.setattr(announcements, "KEYS_A_REST", 3)
+    monkeypatch.setattr(announcements, "KEYS_A_MESSAGE", 3)
     directory = Directory()
     directory.join(NODE)
     told = Announcements(NODE, Incarnation("1"), lambda: None)

@@ -2,6 +2,10 @@
 
 Per key space and tier: key -> one int, a bitmask of holders. A prompt is matched by AND-ing the masks
 along its keys. Soft state: rebuilt from the nodes' numbered announcements and snapshots.
+
+Nothing here takes time in proportion to all that is known, for everybody waits for the Conductor meanwhile: a node
+that leaves, or whose content is announced anew, gives up its bit, which lookups ignore from then on. Each announcement
+of whatever node clears a few thousand keys of such bits; a bit that is on no key any more is given out again.
 """
 
 from __future__ import annotations
@@ -10,9 +14,14 @@ import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from moonpool.core.masks import SHARDS, Masks, Shard, clear_bits
 from moonpool.core.vocabulary import BlockKey, Chain, KeySpaceId, PartId, Tier
 
-_Masks = dict[BlockKey, int]
+KEYS_A_STEP = 4096
+"""So many keys, and those of one shard more, are cleared of bits that were given up with each announcement."""
+KEYS_CHECKED = 20_000
+MOST_STALE_BITS = 64
+"""Beyond that all are cleared at once: masks are to stay short."""
 
 
 class IndexHealth(enum.Enum):
@@ -38,36 +47,33 @@ class Directory:
 
     _holders: dict[PartId, _Holder] = field(default_factory=dict)
     _by_bit: dict[int, PartId] = field(default_factory=dict)
-    _spaces: dict[KeySpaceId, dict[Tier, _Masks]] = field(default_factory=dict)
+    _spaces: dict[KeySpaceId, dict[Tier, Masks]] = field(default_factory=dict)
+    _live: int = 0
+    """The holders' bits; what else is set in a mask means nothing."""
+    _stale: int = 0
+    """Bits given up before the present round of clearing began."""
+    _later: int = 0
+    """Bits given up since: for the next round."""
+    _round: Iterator[Shard] = field(default_factory=lambda: iter(()))
+    """What is still to be cleared of `_stale`."""
 
     def join(self, node: PartId) -> None:
         """A node with unknown content; its snapshot should be asked for. Raises ValueError if it is there already."""
         if node in self._holders:
             raise ValueError(f"node {node} has joined already; forget it first")
-        bit = 1
-        while bit in self._by_bit:
-            bit <<= 1
-        self._holders[node] = _Holder(bit)
-        self._by_bit[bit] = node
+        self._holders[node] = _Holder(self._take_bit(node))
 
     def forget(self, node: PartId) -> None:
-        """All its blocks leave. Visits every key: nodes die rarely."""
-        holder = self._holders.pop(node)
-        del self._by_bit[holder.bit]
-        self._clear(holder.bit)
+        """All its blocks leave."""
+        self._give_up(self._holders.pop(node).bit)
 
     def stored(self, node: PartId, seq: int, space: KeySpaceId, tier: Tier, keys: Sequence[BlockKey]) -> bool:
         """Apply an announcement. True: one is missing or repeated for the first time, ask for a snapshot."""
         holder = self._holders[node]
         if seq <= holder.snapshot_seq:
             return False
-        masks = self._spaces.setdefault(space, {t: {} for t in Tier})[tier]
-        bit = holder.bit
-        for key in keys:
-            mask = masks.get(key, 0)
-            if not mask & bit:
-                masks[key] = mask | bit
-                holder.counts[tier] += 1
+        self._add(holder, space, tier, keys)
+        self._clear_some()
         return self._advance(holder, seq)
 
     def removed(self, node: PartId, seq: int, space: KeySpaceId, tier: Tier, keys: Sequence[BlockKey]) -> bool:
@@ -75,30 +81,21 @@ class Directory:
         holder = self._holders[node]
         if seq <= holder.snapshot_seq:
             return False
-        masks = self._spaces.get(space, {}).get(tier, {})
-        bit = holder.bit
-        for key in keys:
-            mask = masks.get(key, 0)
-            if mask & bit:
-                holder.counts[tier] -= 1
-                if mask == bit:
-                    del masks[key]
-                else:
-                    masks[key] = mask & ~bit
+        if space in self._spaces:
+            holder.counts[tier] -= self._spaces[space][tier].clear_bit(keys, holder.bit)
+        self._clear_some()
         return self._advance(holder, seq)
 
     def replace(self, node: PartId, seq: int, blocks: Sequence[tuple[KeySpaceId, Tier, Sequence[BlockKey]]]) -> None:
         """A snapshot: exactly these blocks, as of the node's announcement `seq`."""
         holder = self._holders[node]
-        self._clear(holder.bit)
-        holder.counts = dict.fromkeys(Tier, 0)
+        if any(holder.counts.values()):
+            self._give_up(holder.bit)
+            holder.bit = self._take_bit(node)
+            holder.counts = dict.fromkeys(Tier, 0)
         for space, tier, keys in blocks:
-            masks = self._spaces.setdefault(space, {t: {} for t in Tier})[tier]
-            for key in keys:
-                mask = masks.get(key, 0)
-                if not mask & holder.bit:
-                    masks[key] = mask | holder.bit
-                    holder.counts[tier] += 1
+            self._add(holder, space, tier, keys)
+        self._clear_some()
         holder.seq = holder.snapshot_seq = seq
         holder.health = IndexHealth.EXACT
 
@@ -107,11 +104,12 @@ class Directory:
         tiers = self._spaces.get(chain.space)
         if not tiers:
             return []
-        dram, ssd = tiers[Tier.DRAM].get, tiers[Tier.SSD].get
-        alive, blocks = -1, 0
+        dram, ssd = tiers[Tier.DRAM].shards, tiers[Tier.SSD].shards
+        alive, blocks = self._live, 0
         runs: list[tuple[PartId, int]] = []
         for key in chain.keys:
-            still = alive & (dram(key, 0) | ssd(key, 0))
+            shard = hash(key) % SHARDS
+            still = alive & (dram[shard].get(key, 0) | ssd[shard].get(key, 0))
             if blocks and still != alive:
                 runs += ((node, blocks) for node in self._nodes(alive & ~still))
             alive = still
@@ -147,23 +145,77 @@ class Directory:
             yield self._by_bit[bit]
             mask ^= bit
 
-    def _clear(self, bit: int) -> None:
-        for space, tiers in list(self._spaces.items()):
-            for tier, masks in tiers.items():
-                tiers[tier] = {k: left for k, mask in masks.items() if (left := mask & ~bit)}
-            if not any(tiers.values()):
-                del self._spaces[space]
+    def _add(self, holder: _Holder, space: KeySpaceId, tier: Tier, keys: Sequence[BlockKey]) -> None:
+        tiers = self._spaces.get(space)
+        if tiers is None:
+            tiers = self._spaces[space] = {t: Masks() for t in Tier}
+        holder.counts[tier] += tiers[tier].set_bit(keys, holder.bit)
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError where masks, counts and nodes disagree."""
+    def _take_bit(self, node: PartId) -> int:
+        """The lowest that is on no key."""
+        taken = self._live | self._stale | self._later
+        bit = ~taken & (taken + 1)
+        self._by_bit[bit] = node
+        self._live |= bit
+        return bit
+
+    def _give_up(self, bit: int) -> None:
+        del self._by_bit[bit]
+        self._live ^= bit
+        self._later |= bit
+        if (self._stale | self._later).bit_count() > MOST_STALE_BITS:
+            self._clear_all()
+
+    def _clear_some(self) -> None:
+        """Clear a few thousand keys of bits that were given up."""
+        if not self._stale:
+            if not self._later:
+                return
+            self._begin_round()
+        visited = 0
+        for shard in self._round:
+            clear_bits(shard, self._stale)
+            visited += len(shard)
+            if visited >= KEYS_A_STEP:
+                return
+        self._end_round()
+
+    def _clear_all(self) -> None:
+        self._later |= self._stale
+        self._begin_round()
+        for shard in self._round:
+            clear_bits(shard, self._stale)
+        self._end_round()
+
+    def _begin_round(self) -> None:
+        self._stale, self._later = self._later, 0
+        # What comes into being from now on has none of these bits.
+        masks = [masks for tiers in self._spaces.values() for masks in tiers.values()]
+        self._round = (shard for each in masks for shard in each.shards)
+
+    def _end_round(self) -> None:
+        self._stale, self._round = 0, iter(())
+        for space in [s for s, tiers in self._spaces.items() if not any(len(masks) for masks in tiers.values())]:
+            del self._spaces[space]
+
+    def check_integrity(self, most: int = KEYS_CHECKED) -> None:
+        """Raises AssertionError where masks, counts and nodes disagree.
+
+        `most`: with more keys than that only the nodes are checked, for a live Conductor checks itself at rest.
+        """
         assert {h.bit: n for n, h in self._holders.items()} == self._by_bit
-        known = sum(self._by_bit)
+        assert self._live == sum(self._by_bit)
+        assert not self._live & (self._stale | self._later)
+        assert not self._stale & self._later
+        if sum(sum(h.counts.values()) for h in self._holders.values()) > most:
+            return
+        known = self._live | self._stale | self._later
         counted = {(node, tier): 0 for node in self._holders for tier in Tier}
         for tiers in self._spaces.values():
             for tier, masks in tiers.items():
                 for key, mask in masks.items():
                     assert mask, f"{key!r} is kept without a holder"
                     assert not mask & ~known, f"{key!r} is held by an unknown node"
-                    for node in self._nodes(mask):
+                    for node in self._nodes(mask & self._live):
                         counted[node, tier] += 1
         assert counted == {(node, tier): n for node, h in self._holders.items() for tier, n in h.counts.items()}

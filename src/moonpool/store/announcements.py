@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import groupby
 
 from moonpool.core.events import BlocksRemoved, BlocksStored, Snapshot
 from moonpool.core.vocabulary import BlockKey, Incarnation, KeySpaceId, PartId, Tier
 from moonpool.store.blocks import Change, Name
 
 KEYS_A_MESSAGE = 4096
-KEYS_A_SNAPSHOT = 400_000
-"""A control message is at most 16 MiB; the rest of a large node follows as changes."""
-KEYS_A_REST = 100_000
+KEYS_A_SNAPSHOT = 4096
+"""The rest of a larger node follows as changes: whoever hears a message does nothing else meanwhile."""
 MAX_PENDING = 100_000
 
 
@@ -30,8 +28,8 @@ class Announcements:
     """Of the last message made."""
     _pending: deque[Change] = field(default_factory=deque)
     _wants_snapshot: bool = False
-    _rest: deque[tuple[KeySpaceId, Tier, tuple[BlockKey, ...]]] = field(default_factory=deque)
-    """What did not fit into the last snapshot; goes before what has changed since."""
+    _rest: deque[tuple[Tier, list[Name]]] = field(default_factory=deque)
+    """What did not fit into the last snapshot, by tier; goes before what has changed since."""
 
     def note(self, change: Change) -> None:
         if self._wants_snapshot:
@@ -54,8 +52,13 @@ class Announcements:
             self._wants_snapshot = False
             return self._snapshot({Tier.DRAM: dram, Tier.SSD: ssd})
         if self._rest:
+            tier, names = self._rest[0]
+            space = names[-1][0]
             self.seq += 1
-            return BlocksStored(self.node, self.incarnation, self.seq, *self._rest.popleft())
+            stored = BlocksStored(self.node, self.incarnation, self.seq, space, tier, _take(names, KEYS_A_MESSAGE))
+            if not names:
+                self._rest.popleft()
+            return stored
         if not self._pending:
             return None
         first = self._pending[0]
@@ -70,19 +73,27 @@ class Announcements:
         return kind(self.node, self.incarnation, self.seq, first.name[0], first.tier, tuple(keys))
 
     def _snapshot(self, resident: dict[Tier, Iterable[Name]]) -> Snapshot:
-        def space(name: Name) -> KeySpaceId:
-            return name[0]
-
+        # A copy and no more, for the ledger's lock is held: the rest is put in order as it is sent.
+        self._rest.extend((tier, names) for tier, present in resident.items() if (names := list(present)))
         blocks: list[tuple[KeySpaceId, Tier, tuple[BlockKey, ...]]] = []
         left = KEYS_A_SNAPSHOT
-        for tier, present in resident.items():
-            for space_id, names in groupby(sorted(present), key=space):
-                keys = tuple(key for _, key in names)
-                if left > 0:
-                    blocks.append((space_id, tier, keys[:left]))
-                    keys, left = keys[left:], left - len(keys)
-                for start in range(0, len(keys), KEYS_A_REST):
-                    self._rest.append((space_id, tier, keys[start : start + KEYS_A_REST]))
+        while self._rest and left > 0:
+            tier, names = self._rest[0]
+            space = names[-1][0]
+            keys = _take(names, left)
+            blocks.append((space, tier, keys))
+            left -= len(keys)
+            if not names:
+                self._rest.popleft()
         if self._rest:
             self.on_pending()
         return Snapshot(self.node, self.incarnation, self.seq, tuple(blocks))
+
+
+def _take(names: list[Name], most: int) -> tuple[BlockKey, ...]:
+    """Off the end: keys of the last name's key space."""
+    space = names[-1][0]
+    keys: list[BlockKey] = []
+    while names and len(keys) < most and names[-1][0] == space:
+        keys.append(names.pop()[1])
+    return tuple(keys)
