@@ -7,13 +7,15 @@ PY := .venv/bin/python -P
 INSTALLED := .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check bench clean venv model format
+.PHONY: help serve test soak check bench bench-scale clean venv model format
 
 help:
 	@echo "make serve    serve SmolLM2-135M on http://127.0.0.1:8000   (ARGS='--nodes 2 --decode 2' and so on)"
 	@echo "make test     run the tests                                 (ARGS='tests/core -k directory')"
+	@echo "make soak     the long versions of tests: thousands of crashes, larger searches (an hour)"
 	@echo "make check    formatting, lint, types, import rules"
 	@echo "make bench    measure this machine"
+	@echo "make bench-scale   ten million blocks in the directory, a million on a node's SSD   (ARGS='--entries 1000000')"
 	@echo "make clean    remove the virtual environment and caches (not the model)"
 
 serve: $(INSTALLED)
@@ -21,6 +23,9 @@ serve: $(INSTALLED)
 
 test: $(INSTALLED) model
 	$(PY) -m pytest $(ARGS)
+
+soak: $(INSTALLED)
+	MOONPOOL_SOAK=1 $(PY) -m pytest --timeout 3600 $(or $(ARGS),tests/core tests/store tests/contract tests/trace tests/wire)
 
 check: $(INSTALLED)
 	.venv/bin/ruff format --check .
@@ -30,6 +35,9 @@ check: $(INSTALLED)
 
 bench: $(INSTALLED) model
 	$(PY) -m moonpool.bench.serving $(ARGS)
+
+bench-scale: $(INSTALLED)
+	$(PY) -m moonpool.bench.scale $(ARGS)
 
 format: $(INSTALLED)
 	.venv/bin/ruff format .

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.core.conductor_scene import GATEWAY, Odds, Scene, arrival, gateway, node, worker
+from tests.soak import often
 
 from moonpool.core.conductor import ConductorConfig
 from moonpool.core.vocabulary import PartId, PartKind, RequestId, Slo
@@ -126,7 +127,7 @@ class Storm(RuleBasedStateMachine):
 
 
 Storm.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=often(25), stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestStorm = Storm.TestCase
 

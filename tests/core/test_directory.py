@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from moonpool.core.directory import MOST_STALE_BITS, Directory, IndexHealth
 from moonpool.core.vocabulary import BlockKey, Chain, KeySpaceId, PartId, Tier
+from tests.soak import often
 
 SPACES = (KeySpaceId("s"), KeySpaceId("t"))
 KEYS = tuple(BlockKey(bytes([i]) * 16) for i in range(6))
@@ -174,5 +175,5 @@ class AgainstSets(RuleBasedStateMachine):
             assert self.directory.counts(node) == {t: sum(b[1] is t for b in blocks) for t in Tier}
 
 
-AgainstSets.TestCase.settings = settings(max_examples=60, deadline=None)
+AgainstSets.TestCase.settings = settings(max_examples=often(60), deadline=None)
 TestAgainstSets = AgainstSets.TestCase

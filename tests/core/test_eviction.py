@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from moonpool.core.eviction import Eviction, EvictionPolicy
+from tests.soak import often
 
 POLICIES: tuple[EvictionPolicy, ...] = ("lru", "lfu", "length-aware")
 
@@ -175,6 +176,17 @@ def test_a_key_is_added_once_and_a_refusal_changes_nothing() -> None:
     eviction.extend("", 1, "z", 0, 0)
     assert (list(eviction.keys()), eviction.bytes, eviction.holes) == (["c"], 1, 1)
     eviction.check_integrity()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_a_pool_begins_with_goes_in_its_order(policy: EvictionPolicy) -> None:
+    eviction: Eviction[str] = Eviction(policy)
+    eviction.fill((name, size) for size, name in enumerate("abc", 1))
+    assert (eviction.bytes, eviction.evictable_bytes, eviction.victims(6)) == (6, 6, ("a", "b", "c"))
+    with pytest.raises(ValueError, match="'b' is present already"):
+        eviction.fill([("d", 1), ("b", 1)])
+    eviction.check_integrity()
+    assert eviction.evict(100) == ("a", "b", "c", "d")
 
 
 # a tree: three prompts from a, one of them far, and one apart
@@ -351,7 +363,7 @@ class LengthAwareAgainstLists(AgainstLists):
     policy = "length-aware"
 
 
-LIMITS = settings(max_examples=60, deadline=None)
+LIMITS = settings(max_examples=often(60), deadline=None)
 TestLru = LruAgainstLists.TestCase
 TestLfu = LfuAgainstLists.TestCase
 TestLengthAware = LengthAwareAgainstLists.TestCase

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from moonpool.core.ranked import PAGE_ITEMS, SPARE_PAGES, Page, Ranked
+from tests.soak import often
 
 T = TypeVar("T", bound=Hashable)
 
@@ -102,4 +103,4 @@ class AgainstSorting(RuleBasedStateMachine):
 
 
 TestAgainstSorting = AgainstSorting.TestCase
-TestAgainstSorting.settings = settings(max_examples=60, deadline=None)
+TestAgainstSorting.settings = settings(max_examples=often(60), deadline=None)

@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROUNDS = int(os.environ.get("MOONPOOL_CRASH_ROUNDS", "200"))
+from tests.soak import often
+
+ROUNDS = int(os.environ.get("MOONPOOL_CRASH_ROUNDS", often(200, more=15)))
 
 
 def test_what_is_served_after_kill_9_is_exact(tmp_path: Path) -> None:

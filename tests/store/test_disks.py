@@ -295,6 +295,28 @@ def test_an_index_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert exact(again, keys_of("h", 24)) == saved
 
 
+def test_a_whole_index_is_gone_on_with_and_any_other_written_anew(tmp_path: Path) -> None:
+    index = tmp_path / "index"
+    with Tiered(tmp_path) as tiered:
+        tiered.put_gently(KEYS[:12])
+        saved = tiered.count("ssd_blocks")
+    first = index.stat().st_ino
+    with Tiered(tmp_path) as again:
+        assert again.count("ssd_blocks") == saved
+        again.put_gently(KEYS[12:])
+        saved = again.count("ssd_blocks")
+    assert index.stat().st_ino == first, "a million entries are not written anew at each start"
+    with Tiered(tmp_path) as third:
+        assert exact(third, KEYS) == third.count("ssd_blocks") == saved
+    with index.open("ab") as file:
+        file.write(b"\xb1 half a record")
+    assert recover(index, 64 * BLOCK).losses
+    with Tiered(tmp_path) as fourth:
+        assert fourth.count("ssd_blocks") == saved
+    assert index.stat().st_ino != first
+    assert not recover(index, 64 * BLOCK).losses
+
+
 def test_an_append_that_fails_leaves_no_half_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Tiered(tmp_path) as tiered:
         write, failed = Index._write, []

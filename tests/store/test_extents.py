@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from moonpool.errors import ConfigError
 from moonpool.store.arena import Arena, available_memory, map_arena
 from moonpool.store.extents import PAGE_BYTES, Extents, page_aligned
+from tests.soak import often
 
 PAGES = 24
 
@@ -35,7 +36,7 @@ class BytePerPage:
             self.taken[page] = taken
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=often(200), deadline=None)
 @given(
     st.lists(st.one_of(st.integers(1, 9 * PAGE_BYTES), st.tuples(st.integers(0, PAGES))), max_size=120),
     st.integers(0, PAGE_BYTES - 1),

@@ -17,6 +17,8 @@ from moonpool.store.extents import PAGE_BYTES, Extents
 from moonpool.store.ledger import Claim, Lease, Ledger
 from moonpool.store.rooms import ClientId, Room, RoomId, Waiter
 
+from tests.soak import often
+
 from .kit import keys_of
 
 # Every block and every tail takes one page, so that what fits is a matter of counting.
@@ -451,4 +453,4 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=100, stateful_step_count=80, deadline=None)
+TestLedger.settings = settings(max_examples=often(100), stateful_step_count=80, deadline=None)

@@ -139,6 +139,26 @@ class Eviction(Generic[K]):
             self.evictable_bytes += size * len(keys)
             self._wait(reversed(added))
 
+    def fill(self, blocks: Iterable[tuple[K, int]]) -> None:
+        """New blocks and their sizes, without parents, the least recently used first: what a pool begins with.
+
+        Raises ValueError, and adds those before it, where one is present already.
+        """
+        entries, new, rank = self._entries, object.__new__, self._use
+        added: list[_Entry[K]] = []
+        try:
+            for key, size in blocks:
+                if key in entries or key in self._gone:
+                    raise ValueError(f"block {key!r} is present already, or the parent of one that is")
+                entry = entries[key] = new(_Entry)
+                entry.key, entry.size, entry.parent = key, size, None
+                entry.rank, entry.pins, entry.children, entry.page = rank, 0, None, None
+                added.append(entry)
+                self.bytes += size
+                self.evictable_bytes += size
+        finally:
+            self._wait(added)
+
     def touch(self, keys: Sequence[K]) -> None:
         """These blocks of one prompt, in prompt order, were used now."""
         for key in reversed(keys):

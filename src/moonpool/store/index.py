@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import xxhash
 from msgspec import Struct
 
@@ -35,9 +36,8 @@ _FRAME = struct.Struct("<4sIQ")
 _MARKER = b"\xb1\x0cK\x91"
 
 
-@dataclass(slots=True, eq=False)
-class Shelved:
-    """A block on the SSD."""
+class Shelved(Struct, eq=False, gc=False):
+    """A block on the SSD. There may be millions, and nothing in it refers back to it: the collector leaves it out."""
 
     offset: int
     space: KeySpace
@@ -45,16 +45,13 @@ class Shelved:
     parent: BlockKey | None
     checksums: bytes
     """One u64 (little-endian) a run: as many integers would take ten times the memory."""
+    nbytes: int
+    """In the slab, whole pages."""
     volume: int = 0
 
     @property
     def name(self) -> Name:
         return self.space.id, self.key
-
-    @property
-    def nbytes(self) -> int:
-        """In the slab, whole pages."""
-        return page_aligned(self.space.block_bytes)
 
 
 class _Space(Struct, frozen=True, tag="k", array_like=True):
@@ -84,10 +81,16 @@ _decoder: msgspec.msgpack.Decoder[_Record] = msgspec.msgpack.Decoder(_Record)
 class Recovered:
     """What an index still says."""
 
-    entries: list[Shelved] = field(default_factory=list)
+    entries: Sequence[Shelved] = field(default_factory=list)
     """The oldest first."""
     losses: list[str] = field(default_factory=list)
     """What was dropped and why, fit for the log; empty for an index that was whole."""
+    records: int = 0
+    """In the file."""
+    spaces: dict[KeySpace, int] = field(default_factory=dict)
+    """The numbers that its records use."""
+    nbytes: int = 0
+    """Of the file."""
 
 
 def recover(path: Path, slab_bytes: int) -> Recovered:
@@ -100,8 +103,8 @@ def recover(path: Path, slab_bytes: int) -> Recovered:
         return Recovered(losses=[f"{len(data)} bytes that are no index"])
     if (version := _HEADER.unpack_from(data)[1]) != VERSION:
         return Recovered(losses=[f"all of it: it is of version {version}, this is Moonpool's version {VERSION}"])
-    recovered = Recovered()
-    entries = _replay(data, recovered.losses)
+    recovered = Recovered(nbytes=len(data))
+    entries = _replay(data, recovered)
     kept = _without_overlaps(list(entries.values()), slab_bytes)
     if len(kept) < len(entries):
         recovered.losses.append(f"{len(entries) - len(kept)} blocks beyond the slab's end or overwritten by later ones")
@@ -109,69 +112,91 @@ def recover(path: Path, slab_bytes: int) -> Recovered:
     return recovered
 
 
-def _replay(data: bytes, losses: list[str]) -> dict[Name, Shelved]:
-    spaces: dict[int, KeySpace] = {}
+class _KnownSpace:
+    """What is the same for all entries of a key space."""
+
+    def __init__(self, space: KeySpace) -> None:
+        self.space = space
+        self.slab_bytes = page_aligned(space.block_bytes)
+        self.checksum_bytes = 8 * space.runs
+        self.is_sound = space.runs > 0 and space.run_bytes > 0
+
+
+def _replay(data: bytes, recovered: Recovered) -> dict[Name, Shelved]:
+    spaces: dict[int, _KnownSpace] = {}
     entries: dict[Name, Shelved] = {}
-    position, bad_bytes, unknown = _HEADER.size, 0, 0
-    while position < len(data):
+    position, size, bad_bytes, unknown = _HEADER.size, len(data), 0, 0
+    while position < size:
         record, end = _record_at(data, position)
         if record is None:
             found = data.find(_MARKER, position + 1)
-            following = len(data) if found < 0 else found
+            following = size if found < 0 else found
             bad_bytes += following - position
             position = following
             continue
         position = end
+        recovered.records += 1
         if isinstance(record, _Space):
-            spaces[record.number] = record.space
-        elif (space := spaces.get(record.space)) is None:
+            spaces[record.number] = _KnownSpace(record.space)
+            continue
+        known = spaces.get(record.space)
+        if known is None:
             unknown += 1
-        else:
-            # The newest place counts, and the order is that of the newest records.
-            entries.pop((space.id, record.key), None)
-            if isinstance(record, _Stored):
-                entry = Shelved(record.offset, space, record.key, record.parent, record.checksums)
-                if _is_sound(entry):
-                    entries[entry.name] = entry
-                else:
-                    unknown += 1
+            continue
+        # The newest place counts, and the order is that of the newest records.
+        name = known.space.id, record.key
+        entries.pop(name, None)
+        if isinstance(record, _Removed):
+            continue
+        if not _is_sound(record, known):
+            unknown += 1
+            continue
+        entries[name] = Shelved(
+            record.offset, known.space, record.key, record.parent, record.checksums, known.slab_bytes
+        )
     if bad_bytes:
-        losses.append(f"{bad_bytes} bytes that are no whole record")
+        recovered.losses.append(f"{bad_bytes} bytes that are no whole record")
     if unknown:
-        losses.append(f"{unknown} records that make no sense")
+        recovered.losses.append(f"{unknown} records that make no sense")
+    recovered.spaces = {known.space: number for number, known in spaces.items()}
     return entries
 
 
 def _record_at(data: bytes, position: int) -> tuple[_Record | None, int]:
-    if len(data) - position < _FRAME.size:
+    start = position + _FRAME.size
+    if start > len(data):
         return None, position
     marker, length, digest = _FRAME.unpack_from(data, position)
-    start = position + _FRAME.size
-    if marker != _MARKER or length > MAX_RECORD_BYTES or start + length > len(data):
+    end = start + length
+    if marker != _MARKER or length > MAX_RECORD_BYTES or end > len(data):
         return None, position
-    payload = data[start : start + length]
+    payload = data[start:end]
     if xxhash.xxh3_64_intdigest(payload) != digest:
         return None, position
     try:
-        return _decoder.decode(payload), start + length
+        return _decoder.decode(payload), end
     except msgspec.MsgspecError:
         return None, position
 
 
-def _is_sound(entry: Shelved) -> bool:
-    space = entry.space
+def _is_sound(entry: _Stored, known: _KnownSpace) -> bool:
     return (
-        space.runs > 0
-        and space.run_bytes > 0
-        and len(entry.checksums) == 8 * space.runs
+        known.is_sound
+        and len(entry.checksums) == known.checksum_bytes
         and len(entry.key) == BLOCK_KEY_BYTES
         and entry.offset >= 0
-        and entry.offset % PAGE_BYTES == 0
+        and not entry.offset % PAGE_BYTES
     )
 
 
-def _without_overlaps(entries: Sequence[Shelved], slab_bytes: int) -> list[Shelved]:
+def _without_overlaps(entries: Sequence[Shelved], slab_bytes: int) -> Sequence[Shelved]:
     """Of two entries that share bytes the later record is the one whose bytes are there."""
+    begins = np.array([entry.offset for entry in entries], np.int64)
+    ends = begins + np.array([entry.nbytes for entry in entries], np.int64)
+    order = np.argsort(begins)
+    begins, ends = begins[order], ends[order]
+    if not entries or (bool(np.all(ends[:-1] <= begins[1:])) and ends[-1] <= slab_bytes):
+        return entries
     age = {id(entry): position for position, entry in enumerate(entries)}
     kept: list[Shelved] = []
     for entry in sorted(entries, key=lambda entry: entry.offset):
@@ -192,15 +217,18 @@ def _without_overlaps(entries: Sequence[Shelved], slab_bytes: int) -> list[Shelv
 class Index:
     """Open for appending. Thread-safe. Every method raises OSError where the disk refuses."""
 
-    def __init__(self, path: Path, entries: Iterable[Shelved]) -> None:
-        """Begins with exactly these entries, in a new file that takes the old one's place at once."""
+    def __init__(self, path: Path, found: Recovered) -> None:
+        """Goes on with what was found; where that is not all that the file says, a new one takes its place at once."""
         self._path = path
         self._lock = threading.Lock()
         self._fd = -1
-        self._size = 0
-        self._records = 0
-        self._spaces: dict[KeySpace, int] = {}
-        self.rewrite(entries)
+        self._size = found.nbytes
+        self._records = found.records
+        self._spaces = dict(found.spaces)
+        if found.losses or not found.nbytes or self.has_waste(len(found.entries)):
+            self.rewrite(found.entries)
+        else:
+            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_APPEND)
 
     def append(self, stored: Sequence[Shelved], removed: Sequence[Shelved]) -> None:
         """All of it, or (as far as the file goes) nothing."""
@@ -262,7 +290,7 @@ def _encode(stored: Sequence[Shelved], removed: Sequence[Shelved], spaces: dict[
     records: list[_Record] = []
     for entry in (*removed, *stored):
         if entry.space not in spaces:
-            spaces[entry.space] = len(spaces)
+            spaces[entry.space] = max(spaces.values(), default=-1) + 1
             records.append(_Space(spaces[entry.space], entry.space))
     records += [_Removed(spaces[entry.space], entry.key) for entry in removed]
     records += [_Stored(spaces[e.space], e.key, e.parent, e.offset, e.checksums) for e in stored]

@@ -63,16 +63,17 @@ class Shelf:
         """A disk with what is on it, the least recently used first; its number."""
         with self._lock:
             number = len(self._volumes)
-            fresh = [entry for entry in entries if entry.name not in self._shelved]
-            extents = Extents(nbytes, sorted((entry.offset, entry.nbytes) for entry in fresh))
+            fresh = {name: entry for entry in entries if (name := entry.name) not in self._shelved}
+            extents = Extents(nbytes, sorted([(entry.offset, entry.nbytes) for entry in fresh.values()]))
             volume = _Volume(extents)
             self._volumes.append(volume)
             # Half the SSD at most: else saving one block of the reserve would push out another, without an end.
             room = sum(volume.extents.capacity for volume in self._volumes) // 2
             self._reserve = min(int(self._blocks.extents.capacity * RESERVE), room)
-            for entry in fresh:
+            for entry in fresh.values():
                 entry.volume = number
-                self._add(volume, entry)
+            self._shelved.update(fresh)
+            volume.lru.fill((name, entry.nbytes) for name, entry in fresh.items())
             return number
 
     def pressed(self) -> None:
@@ -104,7 +105,7 @@ class Shelf:
                 self._blocks.saving[name] = block
                 taken += size
                 packed = np.array(block.checksums, "<u8").tobytes()
-                shelved = Shelved(offset, block.space, name[1], block.parent, packed, number)
+                shelved = Shelved(offset, block.space, name[1], block.parent, packed, size, number)
                 saves.blocks.append((shelved, block))
             return saves if saves.blocks or saves.removed else None
 
