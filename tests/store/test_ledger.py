@@ -16,7 +16,6 @@ from moonpool.messenger.transfer import TAIL
 from moonpool.store.extents import PAGE_BYTES, Extents
 from moonpool.store.ledger import Claim, Lease, Ledger
 from moonpool.store.rooms import ClientId, Room, RoomId, Waiter
-
 from tests.soak import often
 
 from .kit import keys_of
