@@ -189,6 +189,14 @@ class TiersMachine(RuleBasedStateMachine):
         if number in self.saving:
             self.end_save(sorted(self.saving).index(number))
 
+    @rule(chains=st.permutations(CHAINS))
+    def work(self, chains: list[list[BlockKey]]) -> None:
+        """What a node does most of the time; chance alone rarely gets it to give up what was saved."""
+        for chain in chains:
+            self.put(ClientId(1), chain, 4)
+            for number in (0, 1):
+                self.save(number)
+
     @rule(keys=prompts)
     def begin_load(self, keys: list[BlockKey]) -> None:
         self.holds.append(self.loader.load_blocking(SPACE.id, keys, seconds=0.0))
@@ -203,6 +211,12 @@ class TiersMachine(RuleBasedStateMachine):
     @rule(pick=picks)
     def let_go(self, pick: int) -> None:
         self.holds.pop(pick % len(self.holds)).close()
+
+    @rule(pick=picks)
+    def get_from_ssd(self, pick: int) -> None:
+        cold = sorted(self.known[Tier.SSD] - self.known[Tier.DRAM])
+        if cold:
+            self.get(cold[pick % len(cold)])
 
     @rule(key=st.sampled_from(sorted(CONTENTS)))
     def get(self, key: BlockKey) -> None:
@@ -227,11 +241,12 @@ class TiersMachine(RuleBasedStateMachine):
         self.slabs[self.volume(number).slab.path].is_broken = broken
 
     @precondition(lambda self: self.known[Tier.SSD])
-    @rule(number=volumes, at=st.integers(0, SSD_PAGES // 2 * PAGE_BYTES - 1))
-    def scratch(self, number: int, at: int) -> None:
-        self.slabs[self.volume(number).slab.path].bytes[at] ^= 0x10
-        # Whose byte it is: what the shelf says, or what an index that was cut may bring back.
-        self.damaged |= set(CONTENTS)
+    @rule(pick=picks, at=st.integers(0, SPACE.block_bytes - 1))
+    def scratch(self, pick: int, at: int) -> None:
+        entries = [shelved for number in (0, 1) for shelved in self.ledger.shelf.entries(number)]
+        shelved = entries[pick % len(entries)]
+        self.slabs[self.volume(shelved.volume).slab.path].bytes[shelved.offset + at] ^= 0x10
+        self.damaged.add(shelved.key)
 
     @rule(number=volumes, cut=st.sampled_from([0, 0, 0, 1, 37, 200]), steps=st.integers(0, 3))
     def crash(self, number: int, cut: int, steps: int) -> None:
