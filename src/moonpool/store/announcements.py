@@ -10,8 +10,8 @@ from moonpool.core.events import BlocksRemoved, BlocksStored, Snapshot
 from moonpool.core.vocabulary import BlockKey, Incarnation, KeySpaceId, PartId, Tier
 from moonpool.store.blocks import Change, Name
 
-KEYS_A_MESSAGE = 4096
-KEYS_A_SNAPSHOT = 4096
+KEYS_A_MESSAGE = 2048
+KEYS_A_SNAPSHOT = 2048
 """The rest of a larger node follows as changes: whoever hears a message does nothing else meanwhile."""
 MAX_PENDING = 100_000
 

@@ -68,6 +68,8 @@ class Blocks:
     on_change: Callable[[Change], None]
     eviction: Eviction[Name]
     resident: dict[Name, Block] = field(default_factory=dict)
+    places: dict[int, Name] = field(default_factory=dict)
+    """The readable blocks by offset."""
     lingering: dict[int, Block] = field(default_factory=dict)
     """Discarded, by offset, but a transfer still writes into them."""
     saving: dict[Name, Block] = field(default_factory=dict)
@@ -109,6 +111,11 @@ class Blocks:
                 offset = self.extents.allocate(nbytes)
                 if offset is not None:
                     break
+            else:
+                # Enough is free, but here and there: what lies between goes now, however lately it was used.
+                for at in self.extents.in_the_way(nbytes, self._may_go) or ():
+                    self.evict(self.places[at])
+                offset = self.extents.allocate(nbytes)
         return Block(offset, space, run_bytes, key, parent, index, [0] * space.runs)
 
     def promote(self, block: Block) -> bool:
@@ -117,6 +124,7 @@ class Blocks:
             return False
         parent = None if block.parent is None else (block.space.id, block.parent)
         self.resident[block.name] = block
+        self.places[block.offset] = block.name
         self.eviction.add(block.name, page_aligned(block.nbytes), parent, block.index, pins=1)
         block.resident = True
         self.on_change(Change(True, block.name))
@@ -125,6 +133,7 @@ class Blocks:
     def evict(self, name: Name) -> None:
         self.eviction.remove(name)
         block = self.resident.pop(name)
+        del self.places[block.offset]
         block.resident = False
         block.discarded = True
         # Whatever claims on it are still open: they cover only runs that were not complete, so no byte is to come.
@@ -153,6 +162,10 @@ class Blocks:
             del self.lingering[block.offset]
             self.extents.release(block.offset)
 
+    def _may_go(self, offset: int) -> bool:
+        name = self.places.get(offset)
+        return name is not None and name not in self.saving and not self.eviction.pins(name)
+
     def _saving_bytes(self) -> int:
         """Of the blocks that would be evictable if they were not being written to an SSD."""
         return sum(page_aligned(block.nbytes) for name, block in self.saving.items() if not self.eviction.pins(name))
@@ -164,6 +177,7 @@ class Blocks:
         assert all(block.resident and block.is_complete and not block.discarded for block in self.resident.values())
         assert all(name in self.eviction for name in self.resident), "a readable block is unknown to eviction"
         assert len(self.eviction) == len(self.resident)
+        assert self.places == {block.offset: name for name, block in self.resident.items()}
         assert all(block.transfers > 0 and block.discarded for block in self.lingering.values())
         held = [*self.resident.values(), *private, *self.lingering.values()]
         assert len({block.offset for block in held}) == len(held), "two blocks share an extent"

@@ -125,6 +125,9 @@ class Disks:
                 "ssd_read_bytes": float(self._read_bytes),
                 "ssd_written_bytes": float(self._written_bytes),
                 "ssd_errors": float(self._errors),
+                "ssd_direct_volumes": float(
+                    sum(volume.slab.is_direct and not volume.is_lost for volume in self._volumes)
+                ),
             }
 
     def close(self) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 PAGE_BYTES = 4096
+PLACES_TRIED = 16
 
 
 def page_aligned(nbytes: int) -> int:
@@ -74,6 +76,34 @@ class Extents:
             self._remove_free(offset + size, length_after)
             size += length_after
         self._add_free(offset, size)
+
+    def in_the_way(self, nbytes: int, may_go: Callable[[int], bool]) -> list[int] | None:
+        """Allocated extents (offsets) without which there would be `nbytes` in one piece; all of them `may_go`.
+
+        From some of the longest free extents on upwards; of these places the one where the least is lost. None: at none
+        of them it can be had.
+        """
+        size = page_aligned(nbytes)
+        best: list[int] | None = None
+        least = size
+        for begin in self._longest(PLACES_TRIED):
+            found, lost, end = [], 0, begin
+            while end - begin < size and lost < least:
+                if (length := self._free.get(end)) is None:
+                    length = self._taken.get(end)
+                    if length is None or not may_go(end):
+                        break
+                    found.append(end)
+                    lost += length
+                end += length
+            else:
+                if lost < least:
+                    best, least = found, lost
+        return best
+
+    def _longest(self, count: int) -> Iterator[int]:
+        """Offsets of free extents, the longest first."""
+        return islice((at for size in reversed(self._sizes) for at in self._free_of_size[size]), count)
 
     def _add_free(self, offset: int, size: int) -> None:
         self._free[offset] = size

@@ -104,7 +104,8 @@ async def run_node(link: Link, conductor: str, config: NodeConfig) -> None:
             socket_path=str(socket_path),
         )
         node.membership = Membership(link, conductor, lambda: describe, node.report, node.counters)
-        log.info("node %s: %d MiB, %s, data on %s", link.me.id, arena.size >> 20, socket_path, data.address)
+        size = arena.size >> 20
+        log.info("node %s: %d MiB in %s, %s, data on %s", link.me.id, size, arena.pages, socket_path, data.address)
         await node.run()
 
 
@@ -180,6 +181,7 @@ class _Node:
         served, moved = self.data.counters(), self._messenger.counters()
         sums = {
             "dram_bytes": float(self._arena.size),
+            "dram_huge_bytes": float(self._arena.huge_bytes),
             "bytes_in": served["bytes_in"] + moved["bytes_received"],
             "bytes_out": served["bytes_out"] + moved["bytes_sent"],
             "checksum_failures": served["checksum_failures"] + moved["checksum_failures"],
