@@ -81,6 +81,7 @@ def test_it_survives_a_restart_and_says_how_it_writes(tmp_path: Path, caplog: py
     with Tiered(tmp_path) as tiered:
         tiered.put_gently(KEYS)
         saved = int(tiered.count("ssd_blocks"))
+        assert tiered.count("ssd_direct_volumes") == 1
     assert "O_DIRECT" in caplog.text
     with Tiered(tmp_path) as again:
         assert again.count("ssd_blocks") == saved >= len(KEYS) - 8
@@ -102,6 +103,7 @@ def test_it_works_without_o_direct(
     with Tiered(tmp_path) as tiered:
         tiered.put_gently(KEYS)
         assert exact(tiered, KEYS) == len(KEYS)
+        assert (tiered.count("ssd_volumes"), tiered.count("ssd_direct_volumes")) == (1, 0)
     assert "through the page cache" in caplog.text
 
 

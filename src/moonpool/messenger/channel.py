@@ -18,6 +18,7 @@ from msgspec import Meta, Struct
 
 from moonpool.core.vocabulary import BlockKey, KeySpaceId, RequestId
 from moonpool.errors import TransferError
+from moonpool.messenger.seal import seal, unseal
 from moonpool.messenger.transfer import TAIL, Bytes, checksum
 
 MAX_HEADER_BYTES = 16 << 20
@@ -152,7 +153,7 @@ class Channel:
             self.receive_into(self._scratch[: nbytes - start], until)
 
     def send_header(self, header: Header, until: float, more: bool = False) -> None:
-        data = _encoder.encode(header)
+        data = seal(_encoder.encode(header))
         if len(data) > MAX_HEADER_BYTES:
             raise TransferError(
                 f"the header of one transfer has {len(data)} bytes, at most {MAX_HEADER_BYTES}: send fewer runs at once"
@@ -176,7 +177,7 @@ class Channel:
         data = bytearray(length)
         self._receive_all(memoryview(data), until)
         try:
-            return _decoder.decode(data)
+            return _decoder.decode(unseal(data))
         except msgspec.MsgspecError as e:
             raise TransferError(f"unreadable frame of {length} bytes: {e}") from None
 
