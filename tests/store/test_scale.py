@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+import threading
 from pathlib import Path
 
 from moonpool.bench.scale import SPACE, measure_directory, measure_restart
-from moonpool.core.vocabulary import BlockKey
-from moonpool.store.extents import PAGE_BYTES
+from moonpool.core.eviction import Eviction
+from moonpool.core.vocabulary import BlockKey, KeySpace, KeySpaceId
+from moonpool.store.blocks import Blocks, Name
+from moonpool.store.extents import PAGE_BYTES, Extents
 from moonpool.store.index import Index, Recovered, Shelved, recover
+from moonpool.store.shelf import Shelf
 
 BLOCKS = 20_000
 
@@ -54,3 +58,35 @@ def test_the_benchmark_measures_what_it_says() -> None:
     assert 0 < figures["lookup"] <= figures["p99"]
     rows, seconds = measure_restart(3000)
     assert (dict(rows)["blocks on SSD"], seconds > 0) == ("3,000", True)
+
+
+def test_saving_ahead_does_not_look_through_all_of_dram_for_each_block() -> None:
+    """Every block is on SSD before it goes, and finding it cost a look at some blocks, not at half of them."""
+    count = 2000
+    blocks = Blocks(Extents(count * PAGE_BYTES), lambda change: None, Eviction())
+    shelf = Shelf(threading.Condition(threading.RLock()), blocks, lambda change: None)
+    shelf.add_volume(4 * count * PAGE_BYTES, [])
+    space = KeySpace(KeySpaceId("aa"), 64, 1, PAGE_BYTES)
+    looked_at = saved = 0
+    victims = blocks.eviction.victims
+
+    def counted(needed: int) -> tuple[Name, ...]:
+        nonlocal looked_at
+        found = victims(needed)
+        looked_at += len(found)
+        return found
+
+    blocks.eviction.victims = counted  # type: ignore[method-assign]
+    for number in range(2 * count):
+        block = blocks.allocate(space, BlockKey(number.to_bytes(16, "big")), None, 0, PAGE_BYTES)
+        assert block is not None
+        block.complete = 1
+        blocks.promote(block)
+        blocks.eviction.unpin([block.name])
+        while (saves := shelf.next_saves(0, 32, 16 << 20)) is not None:
+            saved += len(saves.blocks)
+            shelf.saved(saves, True)
+    assert blocks.evictions == blocks.demotions == count, "nothing was lost"
+    assert saved >= 1.4 * count
+    assert looked_at < 150 * saved, "half of DRAM is 1000 blocks"
+    shelf.check_integrity()

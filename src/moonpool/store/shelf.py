@@ -11,7 +11,8 @@ The ledger's lock covers all of it; every public method takes that lock.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,6 +25,10 @@ from moonpool.store.index import Shelved
 
 RESERVE = 0.5
 """The part of the arena that is kept free or saved: room for as large a prompt at once without a loss."""
+
+
+LOOKS = 64
+"""DRAM is looked through for what is to be saved about so often while its whole content changes once."""
 
 
 @dataclass(slots=True)
@@ -54,6 +59,10 @@ class Shelf:
         self._volumes: list[_Volume] = []
         self._shelved: dict[Name, Shelved] = {}
         self._reserve = 0
+        self._plan: deque[Name] = deque()
+        """What is to be saved next, in order; some of it may have changed since."""
+        self._looked_at = 0
+        """How many blocks had come when nothing was found to be saved; 0: something was."""
         self.on_pressure: Callable[[], None] = lambda: None
         """Called under the lock when something may have to be saved: it may only wake somebody."""
         self._counts = dict.fromkeys(("ssd_saves", "ssd_promotions", "ssd_evictions", "ssd_checksum_failures"), 0)
@@ -91,12 +100,11 @@ class Shelf:
             removed, volume.unlogged = volume.unlogged, []
             saves = Saves(number, removed=removed)
             taken = 0
-            for name in self._blocks.eviction.victims(lacking):
+            for name in self._next_to_go(lacking):
                 block = self._blocks.resident[name]
-                if block.saving or name in self._shelved:
-                    continue
                 size = page_aligned(block.nbytes)
                 if len(saves.blocks) >= most_blocks or (taken and taken + size > most_bytes):
+                    self._plan.appendleft(name)
                     break
                 offset = self._allocate(volume, size, saves.removed)
                 if offset is None:
@@ -183,6 +191,8 @@ class Shelf:
             volume.lru = Eviction()
             volume.extents = Extents(0)
             volume.unlogged = []
+            # What it had may be saved on another.
+            self._looked_at = 0
             self._reserve = min(self._reserve, sum(volume.extents.capacity for volume in self._volumes) // 2)
             return True
 
@@ -228,6 +238,27 @@ class Shelf:
             used = sum(shelved.nbytes for shelved in own)
             assert used == volume.lru.bytes
             assert used <= volume.extents.used <= used + sum(page_aligned(block.nbytes) for block in writing)
+
+    def _next_to_go(self, lacking: int) -> Iterator[Name]:
+        """What DRAM gives up next and no SSD has or gets now, in about that order.
+
+        Looking it up goes through half of DRAM, so it is done for many saves at once; and where nothing was found, not
+        again before so much has come that it is worth it: the reserve is large against that.
+        """
+        blocks, eviction = self._blocks, self._blocks.eviction
+        if not self._plan:
+            arrivals = len(blocks.resident) + blocks.evictions
+            if arrivals - self._looked_at < len(blocks.resident) // LOOKS:
+                return
+            self._plan.extend(name for name in eviction.victims(lacking) if self._is_unsaved(name))
+            self._looked_at = 0 if self._plan else arrivals
+        while self._plan:
+            name = self._plan.popleft()
+            if name in blocks.resident and not eviction.pins(name) and self._is_unsaved(name):
+                yield name
+
+    def _is_unsaved(self, name: Name) -> bool:
+        return name not in self._shelved and name not in self._blocks.saving
 
     def _allocate(self, volume: _Volume, size: int, removed: list[Shelved]) -> int | None:
         if size > volume.extents.free + volume.lru.evictable_bytes:
