@@ -59,7 +59,11 @@ class _Driver:
     async def receive(self) -> None:
         while True:
             for _ in range(BURST):
-                self._take(await self._link.receive())
+                envelope = await self._link.receive()
+                self._take(envelope)
+                if isinstance(envelope.body, ev.Snapshot | ev.BlocksStored | ev.BlocksRemoved):
+                    # It may have been thousands of blocks, and a gateway in the same process waits.
+                    break
             await asyncio.sleep(0)
 
     async def wake(self) -> None:
