@@ -110,6 +110,8 @@ class AgainstSets(RuleBasedStateMachine):
         self.patched = pytest.MonkeyPatch()
         self.patched.setattr("moonpool.core.directory.KEYS_A_STEP", 1)
         self.patched.setattr("moonpool.core.directory.MOST_STALE_BITS", 3)
+        for module in ("masks", "directory"):
+            self.patched.setattr(f"moonpool.core.{module}.SHARDS", 7)
         self.directory = Directory()
         self.model: dict[PartId, set[tuple[KeySpaceId, Tier, BlockKey]]] = {}
         self.seqs: dict[PartId, int] = {}

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from moonpool.core.vocabulary import BlockKey
 
-SHARDS = 1021
+SHARDS = 4093
 """A prime: the place of a key within its shard goes by the same hash, modulo powers of two."""
 
 Shard = dict[BlockKey, int]
