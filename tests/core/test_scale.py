@@ -42,9 +42,9 @@ def test_shards_stay_small_whatever_the_keys_look_like() -> None:
     assert max(map(len, masks.shards)) < 3 * len(masks) // SHARDS
 
 
-def test_no_insert_and_no_leave_takes_long() -> None:
-    """A loose bound for a machine that does much else: some 0.1 ms is usual, one dict of all keys takes 50 ms."""
-    rng = random.Random(2)
+def fill(seed: int) -> tuple[Directory, dict[BlockKey, set[PartId]], list[list[BlockKey]], float]:
+    """A directory, what it should know, the prompts in it; the most seconds of processor time that one step took."""
+    rng = random.Random(seed)
     directory, model, seqs = Directory(), dict[BlockKey, set[PartId]](), dict.fromkeys(NODES, 0)
     for node in NODES:
         directory.join(node)
@@ -63,13 +63,21 @@ def test_no_insert_and_no_leave_takes_long() -> None:
     directory.forget(NODES[3])
     directory.replace(NODES[4], seqs[NODES[4]], ((S, Tier.DRAM, prompts[0]),))
     slowest = max(slowest, time.thread_time() - began)
-    assert slowest < 0.01
     for node in (NODES[3], NODES[4]):
         for holders in model.values():
             holders.discard(node)
     for key in prompts[0]:
         model[key].add(NODES[4])
-    for keys in rng.sample(prompts, 200) + prompts[:1]:
-        expected = sorted(node for node in model[keys[0]])
-        assert directory.match(Chain(S, tuple(keys))) == [(node, 50) for node in expected]
+    return directory, model, prompts, slowest
+
+
+def test_no_insert_and_no_leave_takes_long() -> None:
+    """Some 0.2 ms is usual; one dict of all keys would take 50 ms, each time. A busy machine may seem slow once."""
+    pauses: list[float] = []
+    while len(pauses) < 5 and (not pauses or pauses[-1] >= 0.005):
+        directory, model, prompts, slowest = fill(len(pauses))
+        pauses.append(slowest)
+    assert min(pauses) < 0.005, pauses
+    for keys in [*random.Random(1).sample(prompts, 200), prompts[0]]:
+        assert directory.match(Chain(S, tuple(keys))) == [(node, 50) for node in sorted(model[keys[0]])]
     directory.check_integrity(most=10 * ENTRIES)
