@@ -12,6 +12,8 @@ from moonpool.core.vocabulary import BlockKey, Chain, KeySpaceId, PartId, Tier
 S = KeySpaceId("s")
 NODES = [PartId(f"node-{number}") for number in range(12)]
 ENTRIES = 200_000
+GUARD_SECONDS = 0.025
+"""Five times what it may take at fifty times the size (`make bench-scale`)."""
 
 
 def random_keys(rng: random.Random, count: int) -> list[BlockKey]:
@@ -74,10 +76,10 @@ def fill(seed: int) -> tuple[Directory, dict[BlockKey, set[PartId]], list[list[B
 def test_no_insert_and_no_leave_takes_long() -> None:
     """Some 0.2 ms is usual; one dict of all keys would take 50 ms, each time. A busy machine may seem slow once."""
     pauses: list[float] = []
-    while len(pauses) < 5 and (not pauses or pauses[-1] >= 0.005):
+    while len(pauses) < 3 and (not pauses or pauses[-1] >= GUARD_SECONDS):
         directory, model, prompts, slowest = fill(len(pauses))
         pauses.append(slowest)
-    assert min(pauses) < 0.005, pauses
+    assert min(pauses) < GUARD_SECONDS, pauses
     for keys in [*random.Random(1).sample(prompts, 200), prompts[0]]:
         assert directory.match(Chain(S, tuple(keys))) == [(node, 50) for node in sorted(model[keys[0]])]
     directory.check_integrity(most=10 * ENTRIES)
