@@ -86,6 +86,13 @@ class Stream:
     attempt: int = 1
     produced: int = 0
     outcome: str | None = None
+    place: act.Place | None = None
+    begin: int = 0
+    """What was produced before the attempt."""
+    known_to: int = 1
+    """The life of the Conductor that knows of `place`."""
+    bereft: int = 0
+    """Looks in a row at which a worker that it needs was gone."""
 
 
 @dataclass
@@ -112,6 +119,9 @@ class Scene:
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.conductor = Conductor(self.config, self.seed)
+        self.lives = 1
+        self.told: dict[Peer, list[ev.Event]] = {}
+        """Of the Conductor."""
         self.now = 100.0
         self.journal: list[tuple[float, ev.Event, tuple[act.Action, ...]]] = []
         self.parts: dict[PartId, ev.Registered] = {}
@@ -135,12 +145,13 @@ class Scene:
         heapq.heappush(self._heap, (when, self._counter, what))
 
     def _send(self, source: str, target: str, what: Callable[[], None], after: float = 0.0) -> None:
-        """Ordered per (source, target) from the moment of sending on."""
+        """Ordered per (source, target) from the moment of sending on. What a dead Conductor has not read is lost."""
 
         def leave() -> None:
             arrives = max(self.now + self.rng.uniform(0.0001, 0.02), self._last.get((source, target), 0.0))
             self._last[source, target] = arrives
-            self._at(arrives, what)
+            life = self.lives
+            self._at(arrives, lambda: what() if target != "conductor" or life == self.lives else None)
 
         self._at(self.now + after, leave)
 
@@ -164,7 +175,11 @@ class Scene:
 
     def _report(self, part: Peer, event: ev.Event, after: float = 0.0) -> None:
         """A fact from a part, if that life of it is still there when it is sent and heard."""
+        if isinstance(event, ev.PrefillFailed | ev.DecodeRefused | ev.Preempted | ev.Finished):
+            self.told.setdefault(part, []).append(event)
+        self._deliver(part, event, after)
 
+    def _deliver(self, part: Peer, event: ev.Event, after: float = 0.0) -> None:
         def deliver() -> None:
             if self._is_alive(part) and part.id not in self.silent:
                 self.feed(event)
@@ -180,6 +195,7 @@ class Scene:
             free = max(part.capacity.pages - sum(held.values()), 0)
             reported = ev.Reported(id_, part.peer.incarnation, running=len(held), pages_free=free)
             self._report(part.peer, reported)
+        self._watch()
         self._at(self.now + 0.5, self._beat)
 
     # The fleet
@@ -223,6 +239,9 @@ class Scene:
                 self._wake += 1
                 mine = self._wake
                 self._at(at, lambda: self.feed(ev.Woke()) and None if mine == self._wake else None)
+            case act.FleetChanged(to=to) if to.id == GATEWAY:
+                there = {part.peer for part in action.parts}
+                self._send("conductor", GATEWAY, lambda: self._tell_placed(there))
             case act.ReserveRoom():
                 self._send("conductor", action.node.id, lambda: self._reserve(action))
             case act.ReleaseRoom(node=where, request=request, attempt=attempt):
@@ -233,8 +252,8 @@ class Scene:
                 self._send("conductor", action.node.id, lambda: self._snapshot(action))
             case act.RegisterAgain(to=to):
                 if self._is_alive(to):
-                    self._report(to, self.parts[to.id])
-            case act.Place() | act.Reject() | act.Resubmit():
+                    self._register_again(to)
+            case act.Place() | act.Reject() | act.Resubmit() | act.ExpectEnd():
                 self._send("conductor", GATEWAY, lambda: self._answer(action))
             case act.Hold() | act.FleetChanged():
                 pass
@@ -270,7 +289,7 @@ class Scene:
             stored = ev.BlocksStored(where, incarnation, self.seqs[where], SPACE.id, Tier.DRAM, new)
             self._report(self.parts[where].peer, stored)
 
-    def _answer(self, action: act.Place | act.Reject | act.Resubmit) -> None:
+    def _answer(self, action: act.Place | act.Reject | act.Resubmit | act.ExpectEnd) -> None:
         stream = self.streams[action.request]
         if action.attempt != stream.attempt:
             return
@@ -282,18 +301,82 @@ class Scene:
                 cancelled = ev.RequestCancelled(action.request, "over")
                 self._send(GATEWAY, "conductor", lambda: self.feed(cancelled) and None)
             case act.Resubmit():
-                stream.attempt += 1
-                again = arrival(
-                    action.request,
-                    stream.arrived.prompt_tokens + stream.produced,
-                    stream.arrived.max_output_tokens - stream.produced,
-                    stream.attempt,
-                    time_left=stream.deadline - self.now,
-                    output_tokens=stream.produced,
-                )
-                self._send(GATEWAY, "conductor", lambda: self.feed(again) and None)
+                self._next_attempt(stream)
+            case act.ExpectEnd():
+                self._end_soon(stream)
             case act.Place() if stream.outcome is None:
+                stream.place, stream.known_to = action, self.lives
                 self._send(GATEWAY, action.prefill.id, lambda: self._prefill(action, stream))
+
+    def _end_soon(self, stream: Stream) -> None:
+        attempt = stream.attempt
+
+        def check() -> None:
+            if stream.outcome is None and stream.attempt == attempt:
+                self._next_attempt(stream)
+
+        self._at(self.now + 5.0, check)
+
+    def _next_attempt(self, stream: Stream) -> None:
+        stream.attempt += 1
+        stream.begin, stream.place = stream.produced, None
+        again = self._as_it_is(stream)
+        self._send(GATEWAY, "conductor", lambda: self.feed(again) and None)
+
+    def _as_it_is(self, stream: Stream) -> ev.RequestArrived:
+        return arrival(
+            stream.arrived.request,
+            stream.arrived.prompt_tokens + stream.produced,
+            stream.arrived.max_output_tokens - stream.produced,
+            stream.attempt,
+            time_left=stream.deadline - self.now,
+            output_tokens=stream.produced,
+        )
+
+    # The Conductor's death
+
+    def restart_conductor(self) -> None:
+        """Another one, which knows nothing. Parts register when they hear so, gateways tell what they have."""
+        self.lives += 1
+        self.conductor = Conductor(self.config, self.seed + self.lives)
+        self._wake += 1
+        for part in list(self.parts.values()):
+            self._register_again(part.peer, self.rng.uniform(0.0, 0.5))
+        for stream in self.streams.values():
+            if stream.outcome is None and stream.place is None:
+                self._send(GATEWAY, "conductor", lambda s=stream: self._arrive_anew(s), after=0.6)
+
+    def _register_again(self, part: Peer, after: float = 0.0) -> None:
+        for event in (self.parts[part.id], *self.told.get(part, [])):
+            self._deliver(part, event, after)
+
+    def _arrive_anew(self, stream: Stream) -> None:
+        if stream.outcome is None and stream.place is None:
+            self.rooms = {room: None for room in self.rooms if room[1:] != (stream.arrived.request, stream.attempt)}
+            self._next_attempt(stream)
+
+    def _tell_placed(self, there: set[Peer]) -> None:
+        for stream in self.streams.values():
+            place = stream.place
+            if stream.outcome is not None or place is None or stream.known_to == self.lives:
+                continue
+            drawn = stream.produced - stream.begin
+            if there.issuperset(_needed(place, drawn)):
+                stream.known_to = self.lives
+                told = ev.PlacedBefore(self._as_it_is(stream), place, drawn)
+                self._send(GATEWAY, "conductor", lambda t=told: self.feed(t) and None)
+
+    def _watch(self) -> None:
+        """Workers that nobody noticed to be gone, for long enough for a Conductor to notice it."""
+        for stream in self.streams.values():
+            place = stream.place
+            if stream.outcome is not None or place is None:
+                stream.bereft = 0
+                continue
+            needed = _needed(place, stream.produced - stream.begin)
+            stream.bereft = 0 if all(self._is_alive(peer) for peer in needed) else stream.bereft + 1
+            if stream.bereft > 22:
+                self._next_attempt(stream)
 
     def _drop(self, order: act.Cancel) -> None:
         key = order.to.id, order.request
@@ -307,6 +390,7 @@ class Scene:
         part = place.prefill
         if not self._is_alive(part):
             failed = ev.PrefillFailed(place.request, place.attempt, part.id, "unreachable")
+            self._end_soon(stream)
             self._send(GATEWAY, "conductor", lambda: self.feed(failed) and None)
         elif self._works(part, place):
             self._at(self.now + self.rng.uniform(0.01, 0.3), lambda: self._prefilled(place, stream))
@@ -368,3 +452,9 @@ class Scene:
             stream.outcome = "finished"
         produced = stream.produced
         self._report(part, ev.Finished(place.request, place.attempt, part.id, produced, "length"))
+
+
+def _needed(place: act.Place, drawn: int) -> list[Peer]:
+    nodes = [place.decode_node] if drawn > 1 else [place.decode_node, place.prefill_node]
+    workers = [place.decode] if drawn > 1 else [place.decode, place.prefill]
+    return workers + [Peer(node.id, node.incarnation, node.address) for node in nodes]

@@ -142,7 +142,8 @@ def test_a_finished_request_leaves_every_table() -> None:
     d.decode(place)
     assert d.phase() == {"decoding": 1}
     assert d.part(P0).assigned == d.part(N0).rooms == 0
-    assert not d.tell(finished(place))
+    (expect,) = d.tell(finished(place))
+    assert expect == act.ExpectEnd(place.request, 1, peer(GATEWAY)), "the gateway is not to wait for ever"
     assert d.phase() == {}
     assert d.part(D0).assigned == d.part(D0).committed_pages == 0
 
@@ -168,7 +169,7 @@ def test_decode_joined_may_overtake_prefill_done() -> None:
 def test_a_request_that_prefill_finished_gives_its_room_back() -> None:
     d = desk()
     place = d.place(arrival("a", output=1))
-    (release,) = d.tell(finished(place, by=P0, tokens=1))
+    _, release = d.tell(finished(place, by=P0, tokens=1))
     assert release == act.ReleaseRoom(place.decode_node, place.request, 1)
     assert d.phase() == {}
 
@@ -225,7 +226,7 @@ def test_without_room_anywhere_the_request_is_held_once_and_served_when_room_com
     assert isinstance(reserve, act.ReserveRoom)
     assert kinds(d.tell(d.refuse(reserve))) == ["Hold"]
     assert d.phase() == {"decoding": 1, "held": 1}
-    assert kinds(d.tell(finished(placed))) == ["ReserveRoom"]
+    assert kinds(d.tell(finished(placed))) == ["ExpectEnd", "ReserveRoom"]
 
 
 def test_a_held_request_is_tried_again_every_quarter_second() -> None:
@@ -720,17 +721,100 @@ def test_a_decode_instance_gets_some_requests_ahead_of_its_slots() -> None:
     assert kinds(d.tell(arrival("d"))) == ["Hold"]
 
 
-def test_a_failed_attempt_that_an_earlier_conductor_placed_is_asked_of_the_gateways() -> None:
+# After an earlier Conductor
+
+
+OLD = RequestId("old")
+
+
+@pytest.mark.parametrize(
+    "event", [ev.Preempted(OLD, 3, D0), ev.DecodeRefused(OLD, 3, D0, "x"), ev.PrefillFailed(OLD, 3, P0, "x")]
+)
+def test_a_failed_attempt_that_an_earlier_conductor_placed_is_asked_of_the_gateways(event: ev.Event) -> None:
     d = desk()
-    for event in (
-        ev.Preempted(RequestId("old"), 3, D0),
-        ev.DecodeRefused(RequestId("old"), 3, D0, "x"),
-        ev.PrefillFailed(RequestId("old"), 3, P0, "x"),
-    ):
-        (resubmit,) = d.tell(event)
-        assert isinstance(resubmit, act.Resubmit)
-        assert (resubmit.attempt, resubmit.gateway.id) == (3, GATEWAY)
-    assert not d.tell(ev.RequestCancelled(RequestId("old"), "it has ended"))
+    (resubmit,) = d.tell(event)
+    assert isinstance(resubmit, act.Resubmit)
+    assert (resubmit.attempt, resubmit.gateway.id) == (3, GATEWAY)
+    assert not d.tell(event), "repeated"
+    assert not d.tell(ev.RequestCancelled(OLD, "it has ended"))
     assert kinds(d.tell(arrival("old", attempt=4))) == ["ReserveRoom"]
-    d.tell(ev.RequestCancelled(RequestId("old"), "client went away"))
-    assert not d.tell(ev.Preempted(RequestId("old"), 4, D0)), "what is over is known"
+    d.tell(ev.RequestCancelled(OLD, "client went away"))
+    assert not d.tell(ev.Preempted(OLD, 4, D0)), "what is over is known"
+
+
+def placed_before(place: act.Place, tokens: int, **more: object) -> ev.PlacedBefore:
+    given = {"attempt": place.attempt, "output_tokens": tokens, **more}
+    return ev.PlacedBefore(arrival(place.request, 40 + tokens, 8 - tokens, **given), place, tokens)  # type: ignore[arg-type]
+
+
+def an_earlier_place(**more: object) -> act.Place:
+    return desk(prefill=2, decode=2, nodes=2).place(arrival("old", 40, attempt=3, **more))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "phase", "victims"),
+    [(0, "prefill", (P0, D0, N0)), (1, "moving", (P0, D0, N0)), (2, "decoding", (D0, N0))],
+)
+def test_what_was_placed_before_is_placed_again_when_its_worker_dies(
+    tokens: int, phase: str, victims: tuple[PartId, ...]
+) -> None:
+    place = an_earlier_place()
+    assert (place.prefill.id, place.decode.id) == (P0, D0)
+    for victim in victims:
+        d = desk(prefill=2, decode=2, nodes=2)
+        assert not d.tell(placed_before(place, tokens))
+        assert not d.tell(placed_before(place, tokens)), "told twice"
+        assert d.phase() == {phase: 1}
+        actions = d.tell(lost(victim))
+        assert act.Resubmit(OLD, 3, peer(GATEWAY), f"{victim} is gone") in actions
+        assert kinds(d.tell(arrival("old", 42, attempt=4))) == ["ReserveRoom"]
+
+
+def test_what_was_placed_before_counts_as_load_until_it_ends() -> None:
+    d = desk()
+    d.tell(ev.Reported(D0, peer(D0).incarnation, running=1, pages_free=60))
+    place = an_earlier_place()
+    d.tell(placed_before(place, 0))
+    assert d.part(P0).queue_seconds
+    assert (d.part(D0).assigned, d.part(N0).rooms) == (1, 1)
+    d.tell(ev.DecodeJoined(OLD, 3, D0))
+    assert (d.part(P0).queue_seconds, d.part(N0).rooms, d.phase()) == (0.0, 0, {"decoding": 1})
+    assert kinds(d.tell(finished(place))) == ["ExpectEnd"]
+    assert (d.part(D0).assigned, d.phase()) == (0, {})
+    assert kinds(d.tell(placed_before(place, 5))) == ["ExpectEnd"], "its last token may be lost"
+    assert d.phase() == {}
+
+
+def test_a_stranger_in_a_report_becomes_known() -> None:
+    d = desk(decode=0)
+    d.tell(worker(D, 0, slots=2, pages=8))
+    d.tell(ev.Reported(D0, peer(D0).incarnation, running=1, pages_free=5))
+    d.tell(placed_before(an_earlier_place(), 2))
+    assert (d.part(D0).assigned, d.part(D0).committed_pages) == (1, 3)
+    d.place(arrival("a", tokens=16))
+    d.place(arrival("b", tokens=16))
+    assert kinds(d.tell(arrival("c", tokens=16))) == ["Hold"], "two slots and one ahead"
+
+
+@pytest.mark.parametrize("missing", [P0, D0, N0])
+def test_what_lacks_a_worker_is_not_taken_over(missing: PartId) -> None:
+    place = an_earlier_place()
+    d = desk(prefill=2, decode=2, nodes=2)
+    d.tell(lost(missing))
+    assert not d.tell(placed_before(place, 0))
+    assert d.phase() == {}
+    if missing == P0:
+        d.tell(worker(P, 0, life=2))
+        assert not d.tell(placed_before(place, 0))
+        assert d.phase() == {}, "another process of that name"
+        d.tell(placed_before(place, 2))
+        assert d.phase() == {"decoding": 1}, "prefill is not needed any more"
+
+
+def test_an_end_that_this_conductor_does_not_know_is_told_to_the_gateways() -> None:
+    d = desk()
+    place = an_earlier_place()
+    assert d.tell(finished(place)) == [act.ExpectEnd(OLD, 3, peer(GATEWAY))]
+    assert not d.tell(finished(place))
+    assert kinds(d.tell(placed_before(place, 5))) == ["ExpectEnd"]
+    assert kinds(d.tell(arrival("old", attempt=4))) == ["ReserveRoom"], "the gateway went on"

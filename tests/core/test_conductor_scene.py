@@ -41,7 +41,7 @@ def drain(scene: Scene) -> None:
         assert not part.rooms, part
     decisions = state.decisions
     ended = decisions.finished + decisions.cancelled + sum(decisions.rejected.values())
-    assert ended == decisions.arrived, decisions
+    assert ended == decisions.arrived + decisions.adopted, decisions
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -55,6 +55,20 @@ def test_a_storm_of_failures_loses_no_request(policy: str) -> None:
     finished = [s for s in scene.streams.values() if s.outcome == "finished"]
     assert len(finished) > 100
     assert all(s.produced == s.arrived.max_output_tokens or ODDS.ends_in_prefill for s in finished)
+
+
+def test_a_storm_of_conductor_deaths_loses_no_request() -> None:
+    scene = small_cluster(11, ConductorConfig(queue_bound=64), Odds(twice=0.2))
+    adopted = 0
+    for i in range(120):
+        scene.request(arrival(f"r{i}", 20 + i % 90, 1 + i % 30, family=f"f{i % 5}"))
+        scene.run(0.1)
+        if i % 20 == 19:
+            adopted += scene.conductor.describe(scene.now).decisions.adopted
+            scene.restart_conductor()
+    drain(scene)
+    assert {s.outcome for s in scene.streams.values()} == {"finished"}
+    assert adopted > 10
 
 
 def test_a_calm_cluster_finishes_everything_in_one_attempt() -> None:
@@ -101,6 +115,10 @@ class Storm(RuleBasedStateMachine):
             self.scene.silent.add(id_)
             self.scene.run(7.0)
             self.scene.silent.discard(id_)
+
+    @rule()
+    def kill_the_conductor(self) -> None:
+        self.scene.restart_conductor()
 
     @rule()
     def restart_all(self) -> None:

@@ -120,6 +120,8 @@ class Stage:
             FleetPart(kinds[link], link.me, Capacity(pages=8, context_tokens=CONTEXT), on, MODEL)
             for link in (kinds if parts is None else parts)
         )
+        node = Peer(self.node.id, self.node.incarnation, self.node.address)
+        members += (FleetPart(PartKind.NODE, node, Capacity(dram_bytes=1 << 20), None, ""),)
         fleet = FleetChanged(self.front, members, (self.node,), spaces, CONTEXT if spaces else 0)
         self.conductor.post(self.front, fleet)
 

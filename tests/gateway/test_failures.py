@@ -14,14 +14,15 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from moonpool.core.actions import Cancel
-from moonpool.core.events import RequestArrived, RequestCancelled
+from moonpool.core.actions import Cancel, ExpectEnd, RegisterAgain, ReleaseRoom
+from moonpool.core.events import PlacedBefore, RequestArrived, RequestCancelled
 from moonpool.core.vocabulary import Incarnation, RejectReason
 from moonpool.gateway import cluster as cluster_module
 from moonpool.gateway import completions as completions_module
 from moonpool.gateway.bodies import LARGEST_AT_ONCE
 from moonpool.gateway.tokenizer import Tokenizer
-from moonpool.wire.messages import Tokens
+from moonpool.wire import membership as membership_module
+from moonpool.wire.messages import PrefillOrder, Tokens
 from tests.gateway.conftest import Open
 from tests.gateway.kit import END, MODEL, POST_HEAD, SPACE, Stage, chat_body, connected, events, run, until
 
@@ -430,10 +431,119 @@ def test_a_new_conductor_learns_of_the_waiting_requests(opened: Open) -> None:
             await s.restart_conductor()
             s.announce()
             second = await s.arrival(2)
-            assert (second.request, second.attempt) == (first.request, 1)
+            assert (second.request, second.attempt) == (first.request, 2)
+            await until(lambda: s.got("prefill-0", ReleaseRoom))
+            (release,) = s.got("prefill-0", ReleaseRoom)
+            assert (release.request, release.attempt) == (first.request, 1), "what the old one may have reserved"
+            s.place(first)
             s.place(second)
             s.say(await s.order(), [50] * 5)
             assert (await asked).status_code == 200
+            assert [order.work.attempt for order in s.got("prefill-0", PrefillOrder)] == [2]
+
+    run(test())
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3])
+def test_a_new_conductor_learns_of_what_is_placed_when_it_knows_the_workers(opened: Open, tokens: int) -> None:
+    async def test() -> None:
+        async with opened() as s:
+            s.places = True
+            asked = asyncio.create_task(s.complete([7] * 130, max_tokens=20))
+            work = await s.order()
+            s.say(work, IDS[:tokens])
+            await until(lambda: s.gateway.cluster.totals["tokens"] == tokens)
+            await s.restart_conductor()
+            needed = [s.decode] if tokens > 1 else [s.prefill, s.decode]
+            for known in ([], needed[:-1]):
+                s.announce(parts=known)
+                await until(lambda n=len(known): len(s.gateway.cluster.fleet.parts) == n + 1)
+            await asyncio.sleep(0.05)
+            assert s.got("conductor", PlacedBefore) == []
+            s.announce(parts=needed)
+            await until(lambda: s.got("conductor", PlacedBefore))
+            s.announce()
+            s.say(work, IDS[tokens:20], start=tokens)
+            assert (await asked).status_code == 200
+            (told,) = s.got("conductor", PlacedBefore)
+            assert (told.place, told.tokens) == (work.place, tokens)
+            assert (told.arrived.prompt_tokens, told.arrived.max_output_tokens) == (130 + tokens, 20 - tokens)
+            assert told.arrived.attempt == 1
+            assert len(s.got("prefill-0", PrefillOrder)) == 1
+
+    run(test())
+
+
+def test_a_worker_that_died_without_a_conductor_is_missed(
+    opened: Open, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership_module, "ABSENCE_SECONDS", 0.1)
+    monkeypatch.setattr(cluster_module, "WATCH_SECONDS", 0.05)
+
+    async def test() -> None:
+        async with opened() as s:
+            s.places = True
+            asked = asyncio.create_task(s.complete(max_tokens=100))
+            s.say(await s.order(), IDS[:5])
+            await until(lambda: s.gateway.cluster.totals["tokens"] == 5)
+            s.announce(parts=[s.decode])
+            await asyncio.sleep(0.3)
+            assert len(s.got("prefill-0", PrefillOrder)) == 1, "it is decode's alone by now"
+            await s.restart_conductor()
+            s.announce(parts=[s.prefill])
+            again = await s.order(2)
+            assert (again.attempt, list(again.tokens[again.prompt_tokens :])) == (2, IDS[:5])
+            s.announce()
+            s.say(again, IDS[5:])
+            assert (await asked).json()["choices"][0]["text"] == tokenizer.decode(IDS)
+
+    run(test())
+
+
+def test_a_last_token_that_does_not_come_ends_the_attempt(
+    opened: Open, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_module, "GAP_SECONDS", 0.1)
+
+    async def test() -> None:
+        async with opened() as s:
+            s.places = True
+            asked = asyncio.create_task(s.complete(max_tokens=100))
+            work = await s.order()
+            s.say(work, IDS[:-1])
+            await until(lambda: s.gateway.cluster.totals["tokens"] == len(IDS) - 1)
+            s.conductor.post(s.front, ExpectEnd(work.request, 9, s.front))
+            s.conductor.post(s.front, ExpectEnd(work.request, 1, s.front))
+            again = await s.order(2)
+            assert (again.attempt, list(again.tokens[again.prompt_tokens :])) == (2, IDS[:-1])
+            s.say(again, IDS[-1:])
+            s.conductor.post(s.front, ExpectEnd(work.request, 2, s.front))
+            assert (await asked).json()["choices"][0]["text"] == tokenizer.decode(IDS)
+            await asyncio.sleep(0.3)
+            assert len(s.got("conductor", RequestArrived)) == 2
+
+    run(test())
+
+
+def test_a_gateway_that_was_taken_for_dead_begins_anew(opened: Open, tokenizer: Tokenizer) -> None:
+    async def test() -> None:
+        async with opened() as s:
+            placed = asyncio.create_task(s.complete(max_tokens=100))
+            s.place(await s.arrival())
+            s.say(await s.order(), IDS[:5])
+            waiting = asyncio.create_task(s.complete(max_tokens=5))
+            await s.arrival(2)
+            await until(lambda: s.gateway.cluster.totals["tokens"] == 5)
+            for _ in range(2):
+                s.conductor.post(s.front, RegisterAgain(s.front))
+            again = [await s.arrival(3), await s.arrival(4)]
+            assert [(a.attempt, a.output_tokens) for a in again] == [(2, 5), (2, 0)]
+            for arrived in again:
+                s.place(arrived)
+            s.say(await s.order(2), IDS[5:])
+            s.say(await s.order(3), [50] * 5)
+            assert (await placed).json()["choices"][0]["text"] == tokenizer.decode(IDS)
+            assert (await waiting).status_code == 200
 
     run(test())
 

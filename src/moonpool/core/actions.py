@@ -75,6 +75,14 @@ class Resubmit(Struct, frozen=True, tag=True):
     reason: str
 
 
+class ExpectEnd(Struct, frozen=True, tag=True):
+    """To the gateway: the attempt's worker is done with it and has sent all tokens; what does not come is lost."""
+
+    request: RequestId
+    attempt: int
+    gateway: Peer
+
+
 class Cancel(Struct, frozen=True, tag=True):
     """To a worker: drop this request, attempts up to `attempt`. Gateways send it to their workers too."""
 
@@ -146,6 +154,7 @@ Action = (
     | Reject
     | Hold
     | Resubmit
+    | ExpectEnd
     | Cancel
     | ReserveRoom
     | ReleaseRoom

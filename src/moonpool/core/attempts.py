@@ -11,6 +11,7 @@ import numpy as np
 from moonpool.core import actions as act
 from moonpool.core import events as ev
 from moonpool.core.admission import Refusal
+from moonpool.core.adoption import Adoption
 from moonpool.core.booking import book, unbook_prefill
 from moonpool.core.directory import Directory
 from moonpool.core.endings import DEADLINE, GRACE_SECONDS, Endings
@@ -21,7 +22,7 @@ from moonpool.core.pages import pages_for
 from moonpool.core.placement import Choice, place
 from moonpool.core.requests import AT_WORKERS, Phase, Placement, Request, Requests
 from moonpool.core.settings import ConductorConfig
-from moonpool.core.vocabulary import PartId, PartKind, RequestId
+from moonpool.core.vocabulary import PartId, RequestId
 
 PREEMPTED = "pages ran out on the decode instance"
 
@@ -35,6 +36,7 @@ class Attempts:
     ) -> None:
         self.requests = Requests()
         self.endings = Endings(config, fleet, self.requests, out)
+        self._adoption = Adoption(config, fleet, self.requests, out)
         self._gate = Gate(config, fleet)
         self._config = config
         self._rng = np.random.Generator(np.random.PCG64(seed))
@@ -62,6 +64,9 @@ class Attempts:
                 return
             request = self.requests.add(event, now)
         self._serve(request, now)
+
+    def placed_before(self, event: ev.PlacedBefore, now: float) -> None:
+        self.endings.decisions.adopted += self._adoption.placed_before(event, now)
 
     def serve_held(self, now: float) -> None:
         """All that are held, in order of arrival; one that waited long enough is not overtaken."""
@@ -138,7 +143,9 @@ class Attempts:
     # Room
 
     def _reserve(self, request: Request, options: Options, choice: Choice, now: float) -> None:
-        request.placement = book(request, options, choice, self._fleet, now)
+        placed = Placement(choice, options.space, options.keys, options.pages, options.room_bytes, now)
+        request.placement = placed
+        book(request, placed, self._fleet, now)
         request.avoid = None
         self.requests.move(request, Phase.ROOM)
         tail = request.arrived.prompt_tokens % options.space.block_tokens
@@ -233,7 +240,7 @@ class Attempts:
             self.endings.may_serve = True
 
     def prefill_failed(self, event: ev.PrefillFailed, now: float) -> None:
-        self._ask_whose(event, event.reason)
+        self._if_unknown(event, event.reason)
         found = self._at_prefill(event.request, event.attempt, event.instance)
         if found is not None and found[0].phase is not Phase.DECODING:
             request = found[0]
@@ -254,7 +261,7 @@ class Attempts:
         self.requests.move(request, Phase.DECODING)
 
     def decode_refused(self, event: ev.DecodeRefused, now: float) -> None:
-        self._ask_whose(event, event.reason)
+        self._if_unknown(event, event.reason)
         found = self._at_decode(event.request, event.attempt, event.instance)
         if found is not None:
             request = found[0]
@@ -262,7 +269,7 @@ class Attempts:
             request.avoid = event.instance
 
     def preempted(self, event: ev.Preempted, now: float) -> None:
-        self._ask_whose(event, PREEMPTED)
+        self._if_unknown(event, PREEMPTED)
         found = self._at_decode(event.request, event.attempt, event.instance)
         if found is not None:
             request = found[0]
@@ -271,11 +278,16 @@ class Attempts:
 
     def finished(self, event: ev.Finished, now: float) -> None:
         """By the decode instance, or by the prefill instance where the first token was the last."""
+        if self._adoption.is_unknown(event):
+            self._adoption.finished(event)
+            return
         event_of = (event.request, event.attempt, event.instance)
         found = self._at_decode(*event_of) or self._at_prefill(*event_of)
         if found is None:
             return
         request, placed = found
+        gateway = request.arrived.gateway
+        self._out.append(act.ExpectEnd(event.request, event.attempt, gateway))
         if request.phase is Phase.DECODING:
             self._gate.decoded(now - request.joined_at)
         total = request.arrived.prompt_tokens - request.arrived.output_tokens + event.output_tokens
@@ -286,15 +298,9 @@ class Attempts:
         if request is not None:
             self.endings.cancel(request, now)
 
-    def _ask_whose(self, event: ev.PrefillFailed | ev.DecodeRefused | ev.Preempted, reason: str) -> None:
-        """A request that was placed before this Conductor began: its gateway is one of those that are there.
-
-        The others know nothing of it and say so (`RequestCancelled`).
-        """
-        id_, attempt = event.request, event.attempt
-        if self.requests.get(id_) is None and not self.requests.is_over(id_, attempt):
-            gateways = [p for p in self._fleet.parts.values() if p.kind is PartKind.GATEWAY]
-            self._out.extend(act.Resubmit(id_, attempt, gateway.peer, reason) for gateway in gateways)
+    def _if_unknown(self, event: ev.PrefillFailed | ev.DecodeRefused | ev.Preempted, reason: str) -> None:
+        if self._adoption.is_unknown(event):
+            self._adoption.failed(event, reason)
 
     # Late copies and copies of other attempts find nothing here
 

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from moonpool.core.fleet import Fleet, NodeLoad, Share
-from moonpool.core.options import Options
-from moonpool.core.placement import Choice
 from moonpool.core.requests import Placement, Request
 
 
-def book(request: Request, options: Options, choice: Choice, fleet: Fleet, now: float) -> Placement:
+def book(request: Request, placed: Placement, fleet: Fleet, now: float) -> None:
     """Load counts from here on, before any part has heard of the request."""
-    id_, fetch = request.id, choice.fetch
-    fleet.prefill[choice.prefill.id].add(id_, choice.prefill_seconds, options.keys, now)
-    fleet.decode[choice.decode.id].assigned[id_] = Share(options.pages, request.arrived.prompt_tokens)
-    fleet.nodes[choice.decode.node].rooms[id_] = options.room_bytes
-    if fetch is not None:
-        fleet.nodes[fetch.source].sending[id_] = fetch.count * options.space.block_bytes
-    return Placement(choice, options.space, options.keys, options.pages, options.room_bytes, now)
+    book_prefill(request, placed, fleet, now)
+    book_decode(request, placed, fleet)
+    book_room(request, placed, fleet)
+
+
+def book_prefill(request: Request, placed: Placement, fleet: Fleet, now: float) -> None:
+    choice = placed.choice
+    fleet.prefill[choice.prefill.id].add(request.id, choice.prefill_seconds, placed.keys, now)
+    if choice.fetch is not None:
+        sending = choice.fetch.count * placed.space.block_bytes
+        fleet.nodes[choice.fetch.source].sending[request.id] = sending
+
+
+def book_decode(request: Request, placed: Placement, fleet: Fleet) -> None:
+    share = Share(placed.pages, request.arrived.prompt_tokens)
+    fleet.decode[placed.choice.decode.id].assigned[request.id] = share
+
+
+def book_room(request: Request, placed: Placement, fleet: Fleet) -> None:
+    fleet.nodes[placed.choice.decode.node].rooms[request.id] = placed.room_bytes
 
 
 def unbook_prefill(request: Request, placed: Placement, fleet: Fleet, now: float) -> None:

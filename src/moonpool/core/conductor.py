@@ -71,6 +71,8 @@ class Conductor:
                 self._reported(event, now)
             case ev.RequestArrived():
                 attempts.arrived(event, now)
+            case ev.PlacedBefore():
+                attempts.placed_before(event, now)
             case ev.RequestCancelled():
                 attempts.cancelled(event, now)
             case ev.RoomConfirmed():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from moonpool.core.actions import Place
 from moonpool.core.vocabulary import (
     BlockKey,
     Capacity,
@@ -86,6 +87,16 @@ class RequestArrived(Struct, frozen=True, tag=True):
     priority: str = ""
     label: str = ""
     """The client's x-request-id, for logs."""
+
+
+class PlacedBefore(Struct, frozen=True, tag=True):
+    """An earlier Conductor has placed this request, and it goes on."""
+
+    arrived: RequestArrived
+    """As the next attempt would arrive now, with the number of this one."""
+    place: Place
+    tokens: int
+    """That this attempt has given its gateway."""
 
 
 class RequestCancelled(Struct, frozen=True, tag=True):
@@ -217,6 +228,7 @@ Event = (
     | Lost
     | Reported
     | RequestArrived
+    | PlacedBefore
     | RequestCancelled
     | RoomConfirmed
     | RoomRefused

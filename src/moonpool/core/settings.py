@@ -77,6 +77,8 @@ class Decisions(Struct):
 
     arrived: int = 0
     placed: int = 0
+    adopted: int = 0
+    """Placed by an earlier Conductor, and going on."""
     held: int = 0
     finished: int = 0
     cancelled: int = 0

@@ -9,14 +9,24 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 
-from moonpool.core.actions import Cancel, FleetChanged, Hold, Place, Reject, Resubmit
-from moonpool.core.events import PrefillFailed, Registered, Reported, RequestCancelled
-from moonpool.core.vocabulary import KeySpace, PartKind, RejectReason, RequestId
+from moonpool.core.actions import (
+    Cancel,
+    ExpectEnd,
+    FleetChanged,
+    Hold,
+    Place,
+    RegisterAgain,
+    Reject,
+    ReleaseRoom,
+    Resubmit,
+)
+from moonpool.core.events import PlacedBefore, PrefillFailed, Registered, Reported, RequestCancelled
+from moonpool.core.vocabulary import KeySpace, NodePeer, PartKind, Peer, RejectReason, RequestId
 from moonpool.errors import PeerUnavailableError
-from moonpool.gateway.generation import Cancelled, Completed, Ending, Generation, Job, Refused, chains_of
+from moonpool.gateway.generation import Cancelled, Completed, Ending, Generation, Job, Refused
 from moonpool.gateway.meters import Meters
 from moonpool.wire.link import Link
-from moonpool.wire.membership import Books, Membership
+from moonpool.wire.membership import Absences, Books, Membership
 from moonpool.wire.messages import (
     Describe,
     Description,
@@ -32,7 +42,8 @@ log = logging.getLogger(__name__)
 
 DESCRIBE_SECONDS = 2.0
 GAP_SECONDS = 5.0
-"""For a token that others have overtaken; then its attempt is over."""
+"""For a token that must have been sent already; then its attempt is over."""
+WATCH_SECONDS = 1.0
 
 
 class Cluster:
@@ -52,6 +63,7 @@ class Cluster:
         self._tasks: set[asyncio.Task[None]] = set()
         self._submitted_to = ""
         """Incarnation of the Conductor that knows the waiting requests."""
+        self._nodes: tuple[NodePeer, ...] = ()
         self._spaces: tuple[KeySpace, ...] = ()
         self._context_tokens = 0
         self.totals = {
@@ -65,17 +77,17 @@ class Cluster:
 
     async def run(self) -> None:
         """Join, then listen until cancelled. Raises ConfigError where no Conductor answers."""
-        ears = asyncio.create_task(self._listen())
+        ears, eyes = asyncio.create_task(self._listen()), asyncio.create_task(self._watch())
         heart: asyncio.Task[None] | None = None
         try:
             await self._membership.join()
             heart = asyncio.create_task(self._membership.run())
-            done, _ = await asyncio.wait((ears, heart), return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait((ears, eyes, heart), return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
             self.cancel_all("the gateway is stopping")
-            for other in (ears, heart, *self._tasks):
+            for other in (ears, eyes, heart, *self._tasks):
                 if other is not None:
                     other.cancel()
 
@@ -193,7 +205,10 @@ class Cluster:
     async def _listen(self) -> None:
         while True:
             envelope = await self._link.receive()
+            is_forgotten = isinstance(envelope.body, RegisterAgain) and self._membership.is_answered
             if self._membership.heard(envelope):
+                if is_forgotten and envelope.sender.incarnation == self._submitted_to:
+                    self._forgotten()
                 self._fleet_changed()
             else:
                 self._hear(envelope)
@@ -214,6 +229,9 @@ class Cluster:
             case Hold(request, attempt, _, reason):
                 if (generation := self._current(request, attempt)) is not None:
                     log.debug("request %s: %s is on hold: %s", generation.job.label, request, reason)
+            case ExpectEnd(request, attempt):
+                if (generation := self._current(request, attempt)) is not None:
+                    self._end_soon(generation, "its worker is done, but its last token did not come")
             case Description(serial, state):
                 answer = self._descriptions.get(serial)
                 if answer is not None and not answer.done():
@@ -222,16 +240,57 @@ class Cluster:
                 log.warning("%s from %s is not for a gateway", type(other).__name__, envelope.sender.id)
 
     def _fleet_changed(self) -> None:
-        fleet = self._membership.fleet
+        fleet, conductor = self._membership.fleet, self._membership.conductor.incarnation
         if fleet is not None:
             self._spaces = fleet.spaces or self._spaces
             self._context_tokens = fleet.context_tokens or self._context_tokens
-        conductor = self._membership.conductor.incarnation
         if self._submitted_to and conductor != self._submitted_to:
             for generation in self._live.values():
                 if generation.place is None:
-                    self._spawn(self._arrive(generation, generation.attempt))
+                    self._arrive_anew(generation)
         self._submitted_to = conductor
+        if fleet is not None:
+            self._nodes = fleet.nodes or self._nodes
+            if self._membership.is_answered:
+                self._tell_placed(conductor)
+
+    def _forgotten(self) -> None:
+        """The Conductor took this gateway for dead, and has cancelled its requests everywhere."""
+        for generation in list(self._live.values()):
+            if generation.place is None:
+                self._arrive_anew(generation)
+            else:
+                self._give_up(generation, "the Conductor had lost this gateway")
+
+    def _arrive_anew(self, generation: Generation) -> None:
+        """At a new Conductor. What the old one has reserved for the attempt, or still says of it, counts no more."""
+        for node in self._nodes:
+            peer = Peer(node.id, node.incarnation, node.address)
+            self._link.post(peer, ReleaseRoom(node, generation.request, generation.attempt))
+        generation.begin_attempt(self._spaces)
+        self._spawn(self._arrive(generation, generation.attempt))
+
+    def _tell_placed(self, conductor: str) -> None:
+        """A new Conductor learns what the old one has placed, as soon as it knows those who work on it."""
+        there = self._membership.there()
+        for generation in self._live.values():
+            place = generation.place
+            if place is not None and generation.known_to != conductor and there.issuperset(generation.needed()):
+                generation.known_to = conductor
+                arrived = generation.arrival(self._model, self._link.me, self._time_left(generation))
+                self._tell(PlacedBefore(arrived, place, generation.drawn()))
+
+    async def _watch(self) -> None:
+        """Workers that died while there was no Conductor to notice it do not come back to its successor's fleet."""
+        absences = Absences()
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            needed = {peer for generation in self._live.values() for peer in generation.needed()}
+            gone = absences.over(needed - self._membership.there(), asyncio.get_running_loop().time())
+            for generation in list(self._live.values()) if gone else ():
+                missing = [peer.id for peer in generation.needed() if peer in gone]
+                if missing:
+                    self._give_up(generation, f"{missing[0]} is not in the cluster any more")
 
     def _accept(self, tokens: tuple[TokenOut, ...]) -> None:
         now = asyncio.get_running_loop().time()
@@ -281,7 +340,7 @@ class Cluster:
         if generation is None:
             self._tell_cancelled(place.request, "it has ended")
         elif place.attempt == generation.attempt and generation.place is None:
-            generation.place = place
+            generation.place, generation.known_to = place, self._membership.conductor.incarnation
             self._spawn(self._order(generation, place))
 
     async def _order(self, generation: Generation, place: Place) -> None:
@@ -294,6 +353,8 @@ class Cluster:
             if generation.ending is None and generation.place is place:
                 failure = PrefillFailed(generation.request, place.attempt, place.prefill.id, str(e))
                 self._tell(failure)
+                # There may be no Conductor to hear it.
+                self._end_soon(generation, f"{place.prefill.id} took no order")
 
     def _resubmit(self, request: RequestId, attempt: int, reason: str) -> None:
         generation = self._live.get(request)
@@ -304,24 +365,29 @@ class Cluster:
             self._next_attempt(generation)
 
     def _check_gap(self, generation: Generation, attempt: int) -> None:
-        if generation.ending is not None or generation.attempt != attempt or not generation.ahead:
-            return
+        if generation.ending is None and generation.attempt == attempt and generation.ahead:
+            missing, came = len(generation.output), min(generation.ahead)
+            self._give_up(generation, f"token {missing} did not come, but {came} did")
+
+    def _end_soon(self, generation: Generation, why: str) -> None:
+        """An attempt that is still the current one in a while is over."""
+        attempt = generation.attempt
+
+        def check() -> None:
+            if generation.ending is None and generation.attempt == attempt:
+                self._give_up(generation, why)
+
+        asyncio.get_running_loop().call_later(GAP_SECONDS, check)
+
+    def _give_up(self, generation: Generation, why: str) -> None:
         log.warning(
-            "request %s: %s attempt %d is over: token %d did not come, but %d did",
-            generation.job.label,
-            generation.request,
-            attempt,
-            len(generation.output),
-            min(generation.ahead),
+            "request %s: %s attempt %d is over: %s", generation.job.label, generation.request, generation.attempt, why
         )
         self._cancel_workers(generation)
         self._next_attempt(generation)
 
     def _next_attempt(self, generation: Generation) -> None:
-        generation.attempt += 1
-        generation.place = None
-        generation.ahead.clear()
-        generation.chains = chains_of(generation.tokens(), self._spaces, generation.job.salt)
+        generation.begin_attempt(self._spaces)
         self.totals["resubmissions"] += 1
         self._meters.resubmissions.inc()
         self._spawn(self._arrive(generation, generation.attempt))

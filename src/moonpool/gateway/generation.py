@@ -11,7 +11,7 @@ from msgspec import Struct
 from moonpool.core.actions import Place
 from moonpool.core.blocks import block_keys
 from moonpool.core.events import RequestArrived
-from moonpool.core.vocabulary import Chain, KeySpace, Peer, RejectReason, RequestId, Slo
+from moonpool.core.vocabulary import Chain, KeySpace, NodePeer, Peer, RejectReason, RequestId, Slo
 from moonpool.wire.messages import Sampling, TokenOut, Work
 
 
@@ -63,6 +63,10 @@ class Generation:
     chains: tuple[Chain, ...] = ()
     """Of `tokens()` when the attempt began."""
     place: Place | None = None
+    known_to: str = ""
+    """Incarnation of the Conductor that knows of `place`."""
+    begin: int = 0
+    """How many output tokens there were when the attempt began."""
     output: list[int] = field(default_factory=list)
     fresh: list[TokenOut] = field(default_factory=list)
     """Not yet taken by the reader."""
@@ -81,6 +85,26 @@ class Generation:
 
     def tokens(self) -> tuple[int, ...]:
         return (*self.job.prompt, *self.output)
+
+    def begin_attempt(self, spaces: Sequence[KeySpace]) -> None:
+        """The next one; whatever the last one still sends is not for it."""
+        self.attempt += 1
+        self.place = None
+        self.ahead.clear()
+        self.begin = len(self.output)
+        self.chains = chains_of(self.tokens(), spaces, self.job.salt)
+
+    def drawn(self) -> int:
+        """Tokens of the current attempt, those included that are missing before the newest."""
+        return max(self.ahead, default=len(self.output) - 1) + 1 - self.begin
+
+    def needed(self) -> tuple[Peer, ...]:
+        """The processes without which the attempt cannot go on; prefill until the second token, which is decode's."""
+        place = self.place
+        if place is None:
+            return ()
+        decode = place.decode, _control(place.decode_node)
+        return decode if self.drawn() > 1 else (*decode, place.prefill, _control(place.prefill_node))
 
     def arrival(self, model: str, gateway: Peer, time_left: float) -> RequestArrived:
         """What the Conductor learns of the current attempt."""
@@ -117,6 +141,10 @@ class Generation:
             place=place,
             time_left=time_left,
         )
+
+
+def _control(node: NodePeer) -> Peer:
+    return Peer(node.id, node.incarnation, node.address)
 
 
 def chains_of(tokens: Sequence[int], spaces: Sequence[KeySpace], salt: str) -> tuple[Chain, ...]:

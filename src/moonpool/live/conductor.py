@@ -128,7 +128,7 @@ class _Driver:
             case act.RegisterAgain():
                 # The core has no address of a part that it does not know; the heartbeat's envelope has.
                 to = sender
-            case act.FleetChanged(to=to) | act.Cancel(to=to):
+            case act.FleetChanged(to=to) | act.Cancel(to=to) | act.ExpectEnd(gateway=to):
                 pass
         log.debug("-> %s %s", to.id, _brief(action))
         self._link.post(to, action)
@@ -136,9 +136,10 @@ class _Driver:
     # What an operator reads
 
     def _note(self, event: ev.Event) -> None:
-        if isinstance(event, ev.RequestArrived):
-            self._labels[event.request] = event.label
-            self._labels.move_to_end(event.request)
+        arrived = event.arrived if isinstance(event, ev.PlacedBefore) else event
+        if isinstance(arrived, ev.RequestArrived):
+            self._labels[arrived.request] = arrived.label
+            self._labels.move_to_end(arrived.request)
             if len(self._labels) > REMEMBERED_LABELS:
                 self._labels.popitem(last=False)
         if isinstance(event, ev.Registered):

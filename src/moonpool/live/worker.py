@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from msgspec.structs import replace
 
-from moonpool.core.events import Event, Registered, Reported
+from moonpool.core.events import DecodeRefused, Event, Finished, Preempted, PrefillFailed, Registered, Reported
 from moonpool.core.vocabulary import Capacity, NodePeer, PartId, PartKind, Peer, RequestId
 from moonpool.engine.engine import Engine
 from moonpool.errors import ConfigError, MoonpoolError, PoolError
@@ -28,6 +28,9 @@ T = TypeVar("T")
 NODE_SECONDS = 60.0
 REMEMBERED_ENDINGS = 10_000
 WATCH_SECONDS = 1.0
+REPEATED_ENDINGS = 1024
+REPEAT_SECONDS = 60.0
+"""How long ago an ending may have been told that a new Conductor hears of, because the old one may not have."""
 
 
 class Endings:
@@ -117,7 +120,9 @@ class WorkerLife:
         self._node: NodeClient | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._told: deque[tuple[float, Event]] = deque(maxlen=REPEATED_ENDINGS)
         self._membership = Membership(link, conductor, lambda: self._description, report, counters)
+        self._membership.on_joined = self._tell_again
 
     @property
     def here(self) -> NodePeer:
@@ -197,7 +202,15 @@ class WorkerLife:
 
     def tell(self, event: Event) -> None:
         """A fact for the Conductor."""
+        if isinstance(event, PrefillFailed | DecodeRefused | Preempted | Finished):
+            self._told.append((asyncio.get_running_loop().time(), event))
         self.link.post(self._membership.conductor, event)
+
+    def _tell_again(self) -> None:
+        since = asyncio.get_running_loop().time() - REPEAT_SECONDS
+        for at, event in self._told:
+            if at > since:
+                self.link.post(self._membership.conductor, event)
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -75,7 +75,7 @@ class Membership:
         self.conductor = Peer(PartId("conductor"), Incarnation(""), conductor_address)
         self.fleet: FleetChanged | None = None
         self.on_joined: Callable[[], None] | None = None
-        """Called after each registration that the Conductor answered (nodes announce their blocks then)."""
+        """Called after each registration that the Conductor answered: nodes announce blocks, workers what has ended."""
 
     async def join(self, timeout: float = JOIN_SECONDS) -> None:
         """Register and wait for the answer. Raises ConfigError when none comes."""
@@ -136,6 +136,11 @@ class Membership:
                 return True
             case _:
                 return False
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether `fleet` comes from the Conductor that `conductor` names."""
+        return self._answered.is_set()
 
     def there(self) -> set[Peer]:
         """All parts of the fleet, as last heard."""
