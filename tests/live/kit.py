@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
 import msgspec
+import psutil
 
 from moonpool.bench.cluster import RunningCluster
 from moonpool.core.vocabulary import KeySpace
@@ -85,6 +88,19 @@ def audit(cluster: RunningCluster) -> None:
                 client.audit().result(HANG)
 
 
+def part_state(cluster: RunningCluster, part: str) -> dict[str, Any]:
+    """One part as the Conductor sees it; empty while it does not."""
+    parts: list[dict[str, Any]] = cluster.describe()["parts"]  # type: ignore[assignment]
+    return next((state for state in parts if state["id"] == part), {})
+
+
+def eventually(condition: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + HANG
+    while not condition():
+        assert time.monotonic() < until, f"never happened: {what}"
+        time.sleep(0.02)
+
+
 IN_USE = ("pages_used", "jobs", "rooms", "leases")
 
 
@@ -96,3 +112,54 @@ def wait_at_rest(cluster: RunningCluster) -> dict[str, float]:
         if not any(held.values()) or time.monotonic() > deadline:
             return held
         time.sleep(0.2)
+
+
+def pid_of(cluster: RunningCluster, part: str) -> int:
+    """The process of one part: a child of the supervisor that was started under this name."""
+    for child in psutil.Process(cluster.process.pid).children(recursive=True):
+        if part in child.cmdline():
+            return child.pid
+    raise AssertionError(f"{part} does not run")
+
+
+class Stream:
+    """A completion stream read in the background."""
+
+    def __init__(self, cluster: RunningCluster, prompt: list[int], tokens: int) -> None:
+        self._url = cluster.url
+        self._body = {
+            "model": "smollm2",
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        self.ids: list[int] = []
+        """Token ids so far."""
+        self.error: str | None = None
+        self.first = threading.Event()
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        with httpx.stream("POST", f"{self._url}/v1/completions", json=self._body, timeout=HANG) as response:
+            if response.status_code != 200:
+                self.error = response.read().decode()
+                self.first.set()
+                return
+            for line in response.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    self.error = str(event)
+                for choice in event.get("choices", ()):
+                    self.ids += choice.get("token_ids") or ()
+                self.first.set()
+
+    def result(self) -> list[int]:
+        self._thread.join(HANG)
+        assert not self._thread.is_alive()
+        return self.ids

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 from tests.exactness import Reference
-from tests.live.kit import HANG, audit, complete, counters, output_ids, random_prompt, total
+from tests.live.kit import HANG, Stream, audit, complete, counters, output_ids, pid_of, random_prompt, total
 
 from moonpool.bench.cluster import RunningCluster, running_cluster
 
 pytestmark = pytest.mark.live
-
-
-def pid_of(cluster: RunningCluster, part: str) -> int:
-    """The process of one part: a child of the supervisor that was started under this name."""
-    for child in psutil.Process(cluster.process.pid).children(recursive=True):
-        if part in child.cmdline():
-            return child.pid
-    raise AssertionError(f"{part} does not run")
 
 
 @pytest.fixture(scope="module")
@@ -40,48 +29,6 @@ def cluster(smollm2: Path) -> Iterator[RunningCluster]:
 @pytest.fixture(scope="module")
 def reference(smollm2: Path) -> Reference:
     return Reference(smollm2)
-
-
-class Stream:
-    """A completion stream read in the background."""
-
-    def __init__(self, cluster: RunningCluster, prompt: list[int], tokens: int) -> None:
-        self._url = cluster.url
-        self._body = {
-            "model": "smollm2",
-            "prompt": prompt,
-            "max_tokens": tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "return_token_ids": True,
-        }
-        self.ids: list[int] = []
-        self.error: str | None = None
-        self.first = threading.Event()
-        self._thread = threading.Thread(target=self._read)
-        self._thread.start()
-
-    def _read(self) -> None:
-        with httpx.stream("POST", f"{self._url}/v1/completions", json=self._body, timeout=HANG) as response:
-            if response.status_code != 200:
-                self.error = response.read().decode()
-                self.first.set()
-                return
-            for line in response.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                event = json.loads(line[6:])
-                if "error" in event:
-                    self.error = str(event)
-                for choice in event.get("choices", ()):
-                    self.ids += choice.get("token_ids") or ()
-                self.first.set()
-
-    def result(self) -> list[int]:
-        self._thread.join(HANG)
-        assert not self._thread.is_alive()
-        return self.ids
 
 
 def test_a_decode_worker_killed_mid_stream_is_replaced_without_a_wrong_token(

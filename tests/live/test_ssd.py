@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.live.kit import BLOCK, audit, complete, output_ids, random_prompt, total
+from tests.live.kit import (
+    BLOCK,
+    Stream,
+    audit,
+    complete,
+    counters,
+    eventually,
+    output_ids,
+    part_state,
+    pid_of,
+    random_prompt,
+    total,
+)
 
 from moonpool.bench.cluster import RunningCluster, running_cluster
 from moonpool.engine.timed import reference_tokens
@@ -62,3 +76,31 @@ def test_an_ssd_tier_saves_computing(smollm2: Path, tmp_path: Path) -> None:
         again = talk(cluster)
         assert total(cluster, "computed_tokens") < 0.7 * (CONVERSATIONS * BLOCKS * BLOCK + again.computed)
     assert again.answers == without.answers
+
+
+def test_a_killed_nodes_streams_go_on_and_its_ssd_is_hit_when_it_returns(smollm2: Path, tmp_path: Path) -> None:
+    ssd = ("--ssd-per-node", "16MiB", "--ssd-dir", str(tmp_path / "ssd"), "--decode", "2", "--max-batch", "32")
+    prompts = [random_prompt(8 * BLOCK, seed=seed) for seed in range(6)]
+    with running_cluster(*SMALL, *ssd) as cluster:
+        for prompt in prompts:
+            complete(cluster, prompt, OUTPUT)
+        audit(cluster)
+        streams = [Stream(cluster, [*prompt[: 3 * BLOCK], 7], 60) for prompt in prompts]
+        eventually(lambda: all(len(s.ids) >= 5 for s in streams), "all streams run")
+        kept = part_state(cluster, "node-1")
+        assert kept["blocks"]["ssd"] >= 4
+        assert part_state(cluster, "decode-0")["assigned"] > 0, "none of them is at the node that dies"
+        os.kill(pid_of(cluster, "node-1"), signal.SIGKILL)
+        for stream, prompt in zip(streams, prompts, strict=True):
+            assert stream.result() == reference_tokens([*prompt[: 3 * BLOCK], 7], 60)
+            assert stream.error is None
+        eventually(lambda: part_state(cluster, "node-1").get("index") == "exact", "the node is announced")
+        back = part_state(cluster, "node-1")
+        assert back["incarnation"] != kept["incarnation"]
+        assert back["blocks"]["ssd"] >= kept["blocks"]["ssd"] / 2, "what was on its SSD is announced again"
+        before = counters(cluster)["node-1"]["ssd_promotions"]
+        # Its decode worker is as good a place as the other one, so some of the prompts are wanted there.
+        answers = [complete(cluster, prompt, OUTPUT) for prompt in prompts]
+        assert [output_ids(a) for a in answers] == [reference_tokens(p, OUTPUT) for p in prompts]
+        audit(cluster)
+        assert counters(cluster)["node-1"]["ssd_promotions"] > before, "and it is hit"
