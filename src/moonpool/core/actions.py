@@ -112,6 +112,41 @@ class ReleaseRoom(Struct, frozen=True, tag=True):
     attempt: int
 
 
+class Replicate(Struct, frozen=True, tag=True):
+    """To a node: have a copy of these blocks, each by itself, as far as there is room and time."""
+
+    node: NodePeer
+    space: KeySpace
+    keys: tuple[BlockKey, ...]
+    source: NodePeer
+    time_left: float
+
+
+class Demote(Struct, frozen=True, tag=True):
+    """To a node: these blocks go to its SSD and leave DRAM, unless somebody uses them or it has no SSD."""
+
+    node: NodePeer
+    space: KeySpace
+    keys: tuple[BlockKey, ...]
+
+
+class DropReplica(Struct, frozen=True, tag=True):
+    """To a node: forget these blocks, unless somebody uses them. Others have them."""
+
+    node: NodePeer
+    space: KeySpace
+    keys: tuple[BlockKey, ...]
+
+
+class ReplicasOrdered(Struct, frozen=True, tag=True):
+    """The answer to `ReplicasWanted`."""
+
+    to: Peer
+    serial: int
+    copies: tuple[int, ...]
+    """Of each key: nodes that hold it, or will if they can. 0: it is nowhere."""
+
+
 class SendSnapshot(Struct, frozen=True, tag=True):
     """To a node: a directory event is missing."""
 
@@ -158,6 +193,10 @@ Action = (
     | Cancel
     | ReserveRoom
     | ReleaseRoom
+    | Replicate
+    | Demote
+    | DropReplica
+    | ReplicasOrdered
     | SendSnapshot
     | RegisterAgain
     | FleetChanged

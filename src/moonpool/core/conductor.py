@@ -12,6 +12,7 @@ from moonpool.core.attempts import Attempts
 from moonpool.core.cost import DecodeCost, PrefillCost
 from moonpool.core.directory import Directory, IndexHealth
 from moonpool.core.fleet import Fleet, Part
+from moonpool.core.replication import order_copies
 from moonpool.core.requests import Phase, Request
 from moonpool.core.settings import ConductorConfig, Decisions
 from moonpool.core.state import ConductorState, describe
@@ -96,6 +97,9 @@ class Conductor:
                     load.cost.observe(event.batch, event.context_tokens, event.seconds)
             case ev.BlocksStored() | ev.BlocksRemoved() | ev.Snapshot():
                 self._announced(event, now)
+            case ev.ReplicasWanted():
+                orders = order_copies(event, self._fleet, self._directory, attempts.endings.decisions)
+                self._out.extend(orders)
             case ev.Registered():
                 self._registered(event, now)
             case ev.Lost():

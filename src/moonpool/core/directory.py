@@ -121,6 +121,19 @@ class Directory:
         runs.sort(key=lambda run: (-run[1], run[0]))
         return runs
 
+    def copies(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> list[dict[PartId, Tier]]:
+        """Of each block who has it and where: in DRAM, or only on its SSD. By bit, which is the order of joining."""
+        tiers = self._spaces.get(space)
+        if not tiers:
+            return [{} for _ in keys]
+        dram, ssd = tiers[Tier.DRAM].get, tiers[Tier.SSD].get
+        found = []
+        for key in keys:
+            fast = dram(key, 0)
+            slow = ssd(key, 0) & ~fast
+            found.append(dict.fromkeys(self._nodes(fast), Tier.DRAM) | dict.fromkeys(self._nodes(slow), Tier.SSD))
+        return found
+
     def health(self, node: PartId) -> IndexHealth:
         return self._holders[node].health
 

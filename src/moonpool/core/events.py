@@ -219,6 +219,20 @@ class Snapshot(Struct, frozen=True, tag=True):
     blocks: tuple[tuple[KeySpaceId, Tier, tuple[BlockKey, ...]], ...]
 
 
+class ReplicasWanted(Struct, frozen=True, tag=True):
+    """A client of a node wants each of these blocks on `copies` nodes."""
+
+    to: Peer
+    """Who is answered (`ReplicasOrdered`)."""
+    serial: int
+    space: KeySpace
+    keys: tuple[BlockKey, ...]
+    """At most 4096 (`replication.KEYS_A_QUESTION`)."""
+    copies: int
+    at_most: int | None = None
+    """Copies beyond so many are dropped, but never the last; None: none are."""
+
+
 class Woke(Struct, frozen=True, tag=True):
     """The time asked for by `WakeAt` has come."""
 
@@ -242,5 +256,6 @@ Event = (
     | BlocksStored
     | BlocksRemoved
     | Snapshot
+    | ReplicasWanted
     | Woke
 )

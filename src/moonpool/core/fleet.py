@@ -167,6 +167,11 @@ class NodeLoad:
         r = self.part.registered
         return NodePeer(r.peer.id, r.peer.incarnation, r.peer.address, r.data_address, r.socket_path)
 
+    @property
+    def free_bytes(self) -> int:
+        """Of the arena, as last reported: what holds no block at all, not even one that could go."""
+        return self.part.capacity.dram_bytes - self.part.reported.used_bytes
+
     def has_room(self, nbytes: int) -> bool:
         if self.ceiling is not None and nbytes >= self.ceiling:
             return False

@@ -94,6 +94,9 @@ class Decisions(Struct):
     """Of placed prompts, fetched ones included, as predicted."""
     prompt_blocks: int = 0
     """Whole blocks of placed prompts."""
+    copies_ordered: int = 0
+    drops_ordered: int = 0
+    """Blocks, for each node that was told so."""
     parts_lost: int = 0
     snapshots_asked: int = 0
 

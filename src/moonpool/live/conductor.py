@@ -125,10 +125,12 @@ class _Driver:
                 self._note_answer(action)
             case act.ReserveRoom(node=node) | act.ReleaseRoom(node=node) | act.SendSnapshot(node=node):
                 to = _control(node)
+            case act.Replicate(node=node) | act.Demote(node=node) | act.DropReplica(node=node):
+                to = _control(node)
             case act.RegisterAgain():
                 # The core has no address of a part that it does not know; the heartbeat's envelope has.
                 to = sender
-            case act.FleetChanged(to=to) | act.Cancel(to=to) | act.ExpectEnd(gateway=to):
+            case act.FleetChanged(to=to) | act.Cancel(to=to) | act.ExpectEnd(gateway=to) | act.ReplicasOrdered(to=to):
                 pass
         log.debug("-> %s %s", to.id, _brief(action))
         self._link.post(to, action)
