@@ -131,6 +131,12 @@ class Blocks:
         return True
 
     def evict(self, name: Name) -> None:
+        self.drop(name)
+        self.evictions += 1
+        self.demotions += self.is_kept(name)
+
+    def drop(self, name: Name) -> None:
+        """A block that is neither pinned nor being saved is readable no more."""
         self.eviction.remove(name)
         block = self.resident.pop(name)
         del self.places[block.offset]
@@ -138,8 +144,6 @@ class Blocks:
         block.discarded = True
         # Whatever claims on it are still open: they cover only runs that were not complete, so no byte is to come.
         self.extents.release(block.offset)
-        self.evictions += 1
-        self.demotions += self.is_kept(name)
         self.on_change(Change(False, name))
 
     def discard(self, block: Block) -> None:

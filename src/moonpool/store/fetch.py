@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -30,6 +31,26 @@ class Fetcher:
         """How many leading keys are readable here after the attempt. Raises PoolError for impossible keys or space."""
         with await self._loader.load(space, keys, time_left):
             return await self._fetch(source, space, keys, time_left)
+
+    async def fetch_each(self, source: NodePeer, space: KeySpace, keys: Sequence[BlockKey], until: float) -> int:
+        """Blocks of any prompts, one after another; how many came before `until` (of the monotonic clock).
+
+        Raises PoolError for impossible keys or space.
+        """
+        came = 0
+        for key in keys:
+            time_left = until - time.monotonic()
+            if time_left <= 0:
+                break
+            if self._ledger.leading(space, [key]) or self._ledger.shelf.has_more(space.id, [key]):
+                continue
+            try:
+                await asyncio.wrap_future(self._pull(source, space, [key], time_left))
+            except TransferError as e:
+                log.warning("%d of %d blocks came from %s, then: %s", came, len(keys), source.id, e)
+                break
+            came += self._ledger.leading(space, [key])
+        return came
 
     async def _fetch(self, source: NodePeer, space: KeySpace, keys: Sequence[BlockKey], time_left: float) -> int:
         readable = self._ledger.leading(space, keys)

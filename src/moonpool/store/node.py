@@ -13,7 +13,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from moonpool.core.actions import ReleaseRoom, ReserveRoom, SendSnapshot
+from moonpool.core.actions import Demote, DropReplica, ReleaseRoom, Replicate, ReserveRoom, SendSnapshot
 from moonpool.core.events import Registered, Reported, RoomConfirmed, RoomRefused
 from moonpool.core.eviction import EvictionPolicy
 from moonpool.core.vocabulary import Capacity, PartKind, Peer
@@ -27,6 +27,7 @@ from moonpool.store.fetch import Fetcher
 from moonpool.store.ledger import Ledger
 from moonpool.store.loader import Loader
 from moonpool.store.messages import Welcome
+from moonpool.store.orders import Orders
 from moonpool.store.rooms import ClientId, RoomId
 from moonpool.store.server import HoldingRules, LocalServer, listen
 from moonpool.wire.link import Link
@@ -91,6 +92,7 @@ async def run_node(link: Link, conductor: str, config: NodeConfig) -> None:
         data = TcpServer(config.data_host, config.data_port, config.token, Exchange(arena, node.ledger, loader))
         stack.callback(data.close)
         fetcher = Fetcher(arena, node.ledger, loader, messenger, data.address)
+        node.orders = Orders(fetcher, node.ledger.shelf)
         welcome = Welcome(link.me.id, link.me.incarnation, arena.size)
         node.data = data
         quota = arena.size // 2 if config.client_quota is None else config.client_quota
@@ -142,6 +144,7 @@ class _Node:
     data: TcpServer
     disks: Disks
     loader: Loader
+    orders: Orders
 
     def __init__(self, link: Link, arena: Arena, messenger: TcpMessenger, eviction: EvictionPolicy) -> None:
         self._link = link
@@ -164,6 +167,7 @@ class _Node:
                 tasks.create_task(self.membership.run())
                 tasks.create_task(self._announce())
                 tasks.create_task(self._expire())
+                tasks.create_task(self.orders.run())
         except BaseExceptionGroup as group:
             refused, _ = group.split(ConfigError)
             if refused is not None:
@@ -189,6 +193,7 @@ class _Node:
         return (
             self.ledger.counters()
             | self.disks.counters()
+            | self.orders.counters()
             | self.clients.counters()
             | {f"tcp_{k}": v for k, v in served.items()}
             | {f"messenger_{k}": v for k, v in moved.items()}
@@ -211,6 +216,8 @@ class _Node:
             case ReleaseRoom(request=request, attempt=attempt):
                 if self.ledger.end_reserved(request, attempt):
                     log.info("room of %s attempt %d released", request, attempt)
+            case Replicate() | Demote() | DropReplica() as order:
+                self.orders.take(order)
             case SendSnapshot():
                 self.ledger.ask_snapshot()
             case other:

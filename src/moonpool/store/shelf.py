@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -58,6 +59,8 @@ class Shelf:
         self._note = note
         self._volumes: list[_Volume] = []
         self._shelved: dict[Name, Shelved] = {}
+        self._leaving: dict[Name, None] = {}
+        """Blocks that leave DRAM as soon as they are saved."""
         self._reserve = 0
         self._plan: deque[Name] = deque()
         """What is to be saved next, in order; some of it may have changed since."""
@@ -95,19 +98,24 @@ class Shelf:
         with self._lock:
             volume = self._volumes[number]
             lacking = self._reserve - self._blocks.extents.free
-            if volume.is_lost or lacking <= 0:
+            if volume.is_lost or (lacking <= 0 and not self._leaving and not volume.unlogged):
                 return None
             removed, volume.unlogged = volume.unlogged, []
             saves = Saves(number, removed=removed)
             taken = 0
-            for name in self._next_to_go(lacking):
+            leaving = [name for name in list(self._leaving) if not self._gives_up(name)]
+            for name in chain(leaving, self._next_to_go(lacking) if lacking > 0 else ()):
                 block = self._blocks.resident[name]
+                if block.saving:
+                    continue
                 size = page_aligned(block.nbytes)
                 if len(saves.blocks) >= most_blocks or (taken and taken + size > most_bytes):
-                    self._plan.appendleft(name)
+                    if name not in self._leaving:
+                        self._plan.appendleft(name)
                     break
                 offset = self._allocate(volume, size, saves.removed)
                 if offset is None:
+                    self._leaving.pop(name, None)
                     continue
                 block.saving = True
                 self._blocks.saving[name] = block
@@ -130,10 +138,52 @@ class Shelf:
                     self._add(volume, shelved)
                     self._counts["ssd_saves"] += 1
                     self._note(Change(True, shelved.name, Tier.SSD))
+                    self._gives_up(shelved.name)
                 else:
+                    self._leaving.pop(shelved.name, None)
                     volume.extents.release(shelved.offset)
             if not (is_written or volume.is_lost):
                 volume.unlogged = [*saves.removed, *volume.unlogged]
+
+    def demote(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> None:
+        """DRAM gives these blocks up as soon as an SSD has them, unless they are pinned then. Without SSD nothing."""
+        with self._lock:
+            if all(volume.is_lost for volume in self._volumes):
+                return
+            # A continuation goes before its prefix.
+            for key in reversed(keys):
+                name = space, key
+                if name in self._blocks.resident and not self._blocks.eviction.pins(name):
+                    self._leaving[name] = None
+                    self._gives_up(name)
+            if self._leaving:
+                self.on_pressure()
+
+    def drop(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> tuple[tuple[BlockKey, ...], int]:
+        """Forget these blocks in both tiers; those stay that are pinned. Also those that a disk is at work on.
+
+        Returns these latter ones, for which it may be tried again, and how many are gone.
+        """
+        busy: list[BlockKey] = []
+        gone = 0
+        with self._lock:
+            for key in reversed(keys):
+                name = space, key
+                block, shelved = self._blocks.resident.get(name), self._shelved.get(name)
+                if block is not None and self._blocks.eviction.pins(name):
+                    continue
+                volume = None if shelved is None else self._volumes[shelved.volume]
+                if (block is not None and block.saving) or (volume is not None and volume.lru.pins(name)):
+                    busy.append(key)
+                    continue
+                if shelved is not None and volume is not None:
+                    self._remove(volume, shelved)
+                    volume.unlogged.append(shelved)
+                    self.on_pressure()
+                if block is not None:
+                    self._blocks.drop(name)
+                gone += block is not None or shelved is not None
+        return tuple(reversed(busy)), gone
 
     def has_more(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> bool:
         """Whether the leading blocks in any tier are more than the leading ones in DRAM."""
@@ -188,6 +238,7 @@ class Shelf:
             for name in [name for name, shelved in self._shelved.items() if shelved.volume == number]:
                 del self._shelved[name]
                 self._note(Change(False, name, Tier.SSD))
+            self._leaving.clear()
             volume.lru = Eviction()
             volume.extents = Extents(0)
             volume.unlogged = []
@@ -238,6 +289,18 @@ class Shelf:
             used = sum(shelved.nbytes for shelved in own)
             assert used == volume.lru.bytes
             assert used <= volume.extents.used <= used + sum(page_aligned(block.nbytes) for block in writing)
+
+    def _gives_up(self, name: Name) -> bool:
+        """Whether a block is no longer one of those that leave DRAM: it has just left, or it must stay after all."""
+        if name not in self._leaving:
+            return True
+        block = self._blocks.resident.get(name)
+        if block is not None and not self._blocks.eviction.pins(name):
+            if block.saving or name not in self._shelved:
+                return False
+            self._blocks.evict(name)
+        del self._leaving[name]
+        return True
 
     def _next_to_go(self, lacking: int) -> Iterator[Name]:
         """What DRAM gives up next and no SSD has or gets now, in about that order.
