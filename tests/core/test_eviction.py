@@ -157,6 +157,26 @@ def test_a_parent_that_comes_late_adopts_its_children() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_a_parent_in_another_tier_is_not_gone(policy: EvictionPolicy) -> None:
+    elsewhere: dict[str, None] = {"a": None}
+    eviction: Eviction[str] = Eviction(policy, elsewhere.__contains__)
+    eviction.extend("abc", 10, None, 0, 0)
+    eviction.add("x", 10, None)
+    eviction.remove("a")
+    assert (eviction.holes, eviction.is_hole("b")) == (0, False)
+    assert eviction.victims(10) == ("c",), "by policy, like any other"
+    del elsewhere["a"]
+    eviction.left_elsewhere("a")
+    assert (eviction.holes, eviction.is_hole("b"), eviction.victims(20)) == (1, True, ("b", "c"))
+    elsewhere["a"] = None
+    eviction.came_elsewhere("a")
+    assert (eviction.holes, eviction.victims(10)) == (0, ("c",))
+    eviction.add("a", 10, None)
+    eviction.check_integrity()
+    assert eviction.holes == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_what_can_go_may_be_less_than_asked(policy: EvictionPolicy) -> None:
     eviction: Eviction[str] = Eviction(policy)
     chain(eviction, "ab")
@@ -181,12 +201,20 @@ def test_a_key_is_added_once_and_a_refusal_changes_nothing() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_a_pool_begins_with_goes_in_its_order(policy: EvictionPolicy) -> None:
     eviction: Eviction[str] = Eviction(policy)
-    eviction.fill((name, size) for size, name in enumerate("abc", 1))
+    eviction.fill((name, size, None) for size, name in enumerate("abc", 1))
     assert (eviction.bytes, eviction.evictable_bytes, eviction.victims(6)) == (6, 6, ("a", "b", "c"))
     with pytest.raises(ValueError, match="'b' is present already"):
-        eviction.fill([("d", 1), ("b", 1)])
+        eviction.fill([("d", 1, None), ("b", 1, None)])
     eviction.check_integrity()
     assert eviction.evict(100) == ("a", "b", "c", "d")
+
+
+def test_what_a_pool_begins_with_knows_its_parents_whatever_their_order() -> None:
+    eviction: Eviction[str] = Eviction("lru", "k".__eq__)
+    eviction.fill([("c", 1, "b"), ("d", 1, "b"), ("b", 1, "a"), ("a", 1, None), ("z", 1, "y"), ("l", 1, "k")])
+    eviction.check_integrity()
+    assert eviction.holes == 1
+    assert eviction.evict(100) == ("z", "c", "d", "b", "a", "l")
 
 
 # a tree: three prompts from a, one of them far, and one apart
@@ -216,7 +244,9 @@ class AgainstLists(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.eviction: Eviction[str] = Eviction(self.policy)
+        self.elsewhere: dict[str, None] = {}
+        """What another tier has."""
+        self.eviction: Eviction[str] = Eviction(self.policy, self.elsewhere.__contains__)
         self.entered: dict[str, int] = {}
         """Present blocks in the order of their arrival, and when each entered its queue."""
         self.uses: dict[str, int] = {}
@@ -230,7 +260,8 @@ class AgainstLists(RuleBasedStateMachine):
         self.entered[name] = self.clock
 
     def _is_hole(self, name: str, present: dict[str, int]) -> bool:
-        return PARENTS[name] is not None and PARENTS[name] not in present
+        parent = PARENTS[name]
+        return parent is not None and parent not in present and parent not in self.elsewhere
 
     def _children(self, name: str) -> list[str]:
         return [n for n in self.arrivals if PARENTS[n] == name and not self.pins[n]]
@@ -247,8 +278,7 @@ class AgainstLists(RuleBasedStateMachine):
                 return 1, self.uses[name], -position(name), present[name]
 
     def _arrive(self, name: str, size: int, pins: int) -> None:
-        for child in self._children(name):
-            self._tick(child)
+        self._requeue_children(name)
         self.sizes[name], self.pins[name], self.uses[name] = size, pins, 1
         self.arrivals.append(name)
         self.entered[name] = 0
@@ -322,8 +352,26 @@ class AgainstLists(RuleBasedStateMachine):
     def _forget(self, name: str) -> None:
         del self.entered[name], self.pins[name], self.sizes[name], self.uses[name]
         self.arrivals.remove(name)
-        for child in self._children(name):
-            self._tick(child)
+        self._requeue_children(name)
+
+    def _requeue_children(self, name: str) -> None:
+        """They are holes now, or no longer."""
+        if name not in self.elsewhere:
+            for child in self._children(name):
+                self._tick(child)
+
+    @rule(name=st.sampled_from(NAMES), stays=st.booleans())
+    def change_elsewhere(self, name: str, stays: bool) -> None:
+        if (name in self.elsewhere) == stays:
+            return
+        self.elsewhere.pop(name, None)
+        if name not in self.entered:
+            self._requeue_children(name)
+        if stays:
+            self.elsewhere[name] = None
+            self.eviction.came_elsewhere(name)
+        else:
+            self.eviction.left_elsewhere(name)
 
     def _plan(self, needed: int) -> tuple[str, ...]:
         present, freed, expected, clock = dict(self.entered), 0, [], self.clock
@@ -335,7 +383,7 @@ class AgainstLists(RuleBasedStateMachine):
             expected.append(victim)
             freed += self.sizes[victim]
             del present[victim]
-            for child in self._children(victim):
+            for child in self._children(victim) if victim not in self.elsewhere else ():
                 if child in present:
                     clock += 1
                     present[child] = clock
@@ -349,6 +397,7 @@ class AgainstLists(RuleBasedStateMachine):
         assert self.eviction.evictable_bytes == sum(s for n, s in self.sizes.items() if not self.pins[n])
         assert self.eviction.holes == sum(self._is_hole(n, self.entered) for n in self.entered)
         assert all(self.eviction.pins(n) == pins for n, pins in self.pins.items())
+        assert all(self.eviction.is_hole(n) == self._is_hole(n, self.entered) for n in self.entered)
 
 
 class LruAgainstLists(AgainstLists):

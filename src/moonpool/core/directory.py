@@ -129,8 +129,8 @@ class Directory:
         dram, ssd = tiers[Tier.DRAM].get, tiers[Tier.SSD].get
         found = []
         for key in keys:
-            fast = dram(key, 0)
-            slow = ssd(key, 0) & ~fast
+            fast = dram(key) & self._live
+            slow = ssd(key) & self._live & ~fast
             found.append(dict.fromkeys(self._nodes(fast), Tier.DRAM) | dict.fromkeys(self._nodes(slow), Tier.SSD))
         return found
 

@@ -1,6 +1,7 @@
 """Which blocks a pool gives up first (PAPER §2).
 
 Order: holes (blocks whose parent is gone: no lookup can reach them), then by policy. A pinned block is never a victim.
+A parent that another tier has is not gone: it can be brought back.
 A use goes through a prompt's blocks from the last to the first, so a prefix outlives its continuations.
 
 - `lru`: the least recently used first.
@@ -14,7 +15,7 @@ The loops are written out for speed: a replay of a trace goes through them milli
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Hashable, Iterable, Iterator, KeysView, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
@@ -27,6 +28,8 @@ EvictionPolicy = Literal["lru", "lfu", "length-aware"]
 HOLE_RANK = -1
 GONE = -1
 """The pins of an entry whose block is gone."""
+ELSEWHERE = -2
+"""The pins of an entry whose block is gone from here, but is in another tier."""
 
 
 def ranking(policy: EvictionPolicy) -> tuple[int, int]:
@@ -74,8 +77,10 @@ class Eviction(Generic[K]):
     the removal or return of a parent takes that for each of its children.
     """
 
-    def __init__(self, policy: EvictionPolicy = "lru") -> None:
+    def __init__(self, policy: EvictionPolicy = "lru", is_elsewhere: Callable[[K], bool] = lambda key: False) -> None:
+        """`is_elsewhere`: whether another tier has a block that is not here; changes are told with `came_elsewhere`."""
         self.policy: EvictionPolicy = policy
+        self.is_elsewhere = is_elsewhere
         self.bytes = 0
         """Of all blocks."""
         self.evictable_bytes = 0
@@ -85,7 +90,7 @@ class Eviction(Generic[K]):
         self._use, self._step = ranking(policy)
         self._entries: dict[K, _Entry[K]] = {}
         self._gone: dict[K, _Entry[K]] = {}
-        """The parents of holes."""
+        """Parents that are not here: of holes, or in another tier."""
         self._waiting: Ranked[_Entry[K]] = Ranked()
         """All blocks that are not pinned."""
 
@@ -139,24 +144,34 @@ class Eviction(Generic[K]):
             self.evictable_bytes += size * len(keys)
             self._wait(reversed(added))
 
-    def fill(self, blocks: Iterable[tuple[K, int]]) -> None:
-        """New blocks and their sizes, without parents, the least recently used first: what a pool begins with.
+    def fill(self, blocks: Iterable[tuple[K, int, K | None]]) -> None:
+        """New blocks with their sizes and parents, the least recently used first: what a pool begins with.
 
-        Raises ValueError, and adds those before it, where one is present already.
+        Raises ValueError, and adds those before it, where one is present already, or was missed as a parent.
         """
         entries, new, rank = self._entries, object.__new__, self._use
         added: list[_Entry[K]] = []
+        parents: list[K | None] = []
         try:
-            for key, size in blocks:
+            for key, size, parent in blocks:
                 if key in entries or key in self._gone:
                     raise ValueError(f"block {key!r} is present already, or the parent of one that is")
                 entry = entries[key] = new(_Entry)
                 entry.key, entry.size, entry.parent = key, size, None
                 entry.rank, entry.pins, entry.children, entry.page = rank, 0, None, None
                 added.append(entry)
+                parents.append(parent)
                 self.bytes += size
                 self.evictable_bytes += size
         finally:
+            # A parent may come after its child.
+            for entry, parent in zip(added, parents, strict=False):
+                if parent is not None:
+                    above = entry.parent = entries.get(parent) or self._absent(parent)
+                    if above.children is None:
+                        above.children = entry
+                    else:
+                        self._join(above, entry)
             self._wait(added)
 
     def touch(self, keys: Sequence[K]) -> None:
@@ -202,6 +217,17 @@ class Eviction(Generic[K]):
 
     def pins(self, key: K) -> int:
         return self._entries[key].pins
+
+    def is_hole(self, key: K) -> bool:
+        return self._entries[key].is_hole
+
+    def came_elsewhere(self, key: K) -> None:
+        """Another tier has this block now: if it is not here, its children are holes no more."""
+        self._turn(key, ELSEWHERE)
+
+    def left_elsewhere(self, key: K) -> None:
+        """No other tier has this block any more: if it is not here, its children are holes."""
+        self._turn(key, GONE)
 
     def remove(self, key: K) -> None:
         """The block is gone; its children become holes. Raises ValueError where it is pinned."""
@@ -251,7 +277,8 @@ class Eviction(Generic[K]):
                 break
             chosen[entry] = None
             bytes_needed -= entry.size
-            bereft.extend([child for child in entry.offspring() if child not in chosen and not child.pins])
+            if entry.children is not None and not self.is_elsewhere(entry.key):
+                bereft.extend([child for child in entry.offspring() if child not in chosen and not child.pins])
         return tuple([entry.key for entry in chosen])
 
     def _order(self, chosen: Container[_Entry[K]], bereft: deque[_Entry[K]]) -> Iterator[_Entry[K]]:
@@ -289,8 +316,8 @@ class Eviction(Generic[K]):
                 parent.children = None
             else:
                 self._part(parent, entry)
-            if parent.pins == GONE:
-                self._less_holes(parent)
+            if parent.pins < 0:
+                self._bereave(parent)
         if entry.children is not None:
             self._leave_holes(entry)
 
@@ -309,39 +336,46 @@ class Eviction(Generic[K]):
             parent.children = None
 
     def _absent(self, key: K) -> _Entry[K]:
-        """The parent of one more hole."""
-        self.holes += 1
+        """The parent, which is not here, of one more block."""
         entry = self._gone.get(key)
         if entry is None:
-            entry = self._gone[key] = _Entry(key, 0, None, 0, GONE)
+            pins = ELSEWHERE if self.is_elsewhere(key) else GONE
+            entry = self._gone[key] = _Entry(key, 0, None, 0, pins)
+        self.holes += entry.pins == GONE
         return entry
 
-    def _less_holes(self, parent: _Entry[K]) -> None:
-        self.holes -= 1
+    def _bereave(self, parent: _Entry[K]) -> None:
+        """One that is not here has a child less."""
+        self.holes -= parent.pins == GONE
         if parent.children is None:
             del self._gone[parent.key]
 
     def _leave_holes(self, entry: _Entry[K]) -> None:
+        self._gone[entry.key] = entry
+        entry.pins, entry.parent = ELSEWHERE, None
+        if not self.is_elsewhere(entry.key):
+            self._turn(entry.key, GONE)
+
+    def _turn(self, key: K, pins: int) -> None:
+        """A parent that is not here is `GONE` from now on, or `ELSEWHERE`."""
+        entry = self._gone.get(key)
+        if entry is None or entry.pins == pins:
+            return
         children = entry.offspring()
         waiting = [child for child in children if not child.pins]
         for child in waiting:
             self._dequeue(child)
-        entry.pins, entry.parent = GONE, None
-        self._gone[entry.key] = entry
-        self.holes += len(children)
+        entry.pins = pins
+        self.holes += len(children) if pins == GONE else -len(children)
         self._wait(waiting)
 
     def _return(self, entry: _Entry[K]) -> None:
-        """A block that was gone is back, with those of its children that outlived it."""
+        """A block that was not here is back, with those of its children that outlived it."""
+        self._turn(entry.key, ELSEWHERE)
         children = self._gone.pop(entry.key).offspring()
         entry.children = children[0] if len(children) == 1 else dict.fromkeys(children)
-        self.holes -= len(children)
         for child in children:
-            if not child.pins:
-                self._dequeue(child)
             child.parent = entry
-            if not child.pins:
-                self._wait((child,))
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the books do not add up."""
@@ -358,7 +392,7 @@ class Eviction(Generic[K]):
             assert entry.children != {}
             assert (entry.page is None) == (entry.pins > 0)
         for key, entry in self._gone.items():
-            assert entry.pins == GONE
+            assert entry.pins == (ELSEWHERE if self.is_elsewhere(key) else GONE), f"{key!r} came or left untold"
             assert key not in self._entries
             assert entry.offspring(), f"{key!r} is gone and nobody's parent"
         for entry in free:

@@ -76,6 +76,9 @@ class Blocks:
     """The few that are being written to an SSD now."""
     is_kept: Callable[[Name], bool] = lambda name: False
     """Whether an SSD has it too: then it is not lost with its place here."""
+    on_come: Callable[[Name], None] = lambda name: None
+    on_go: Callable[[Name], None] = lambda name: None
+    """A block has come to DRAM, or has left it: what an SSD has may hang on it."""
     evictions: int = 0
     demotions: int = 0
     """Evictions of what an SSD has kept."""
@@ -127,6 +130,7 @@ class Blocks:
         self.places[block.offset] = block.name
         self.eviction.add(block.name, page_aligned(block.nbytes), parent, block.index, pins=1)
         block.resident = True
+        self.on_come(block.name)
         self.on_change(Change(True, block.name))
         return True
 
@@ -144,6 +148,7 @@ class Blocks:
         block.discarded = True
         # Whatever claims on it are still open: they cover only runs that were not complete, so no byte is to come.
         self.extents.release(block.offset)
+        self.on_go(name)
         self.on_change(Change(False, name))
 
     def discard(self, block: Block) -> None:

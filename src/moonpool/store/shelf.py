@@ -45,8 +45,7 @@ class Saves:
 @dataclass(slots=True)
 class _Volume:
     extents: Extents
-    lru: Eviction[Name] = field(default_factory=Eviction)
-    """Without parents: a continuation is saved before its prefix, which is no reason to give it up first."""
+    lru: Eviction[Name]
     unlogged: list[Shelved] = field(default_factory=list)
     """Gone, but the index does not know yet."""
     is_lost: bool = False
@@ -69,7 +68,8 @@ class Shelf:
         self.on_pressure: Callable[[], None] = lambda: None
         """Called under the lock when something may have to be saved: it may only wake somebody."""
         self._counts = dict.fromkeys(("ssd_saves", "ssd_promotions", "ssd_evictions", "ssd_checksum_failures"), 0)
-        blocks.is_kept = self._shelved.__contains__
+        blocks.is_kept = blocks.eviction.is_elsewhere = self._shelved.__contains__
+        blocks.on_come, blocks.on_go = self._came_to_dram, self._left_dram
 
     def add_volume(self, nbytes: int, entries: Sequence[Shelved]) -> int:
         """A disk with what is on it, the least recently used first; its number."""
@@ -77,7 +77,7 @@ class Shelf:
             number = len(self._volumes)
             fresh = {name: entry for entry in entries if (name := entry.name) not in self._shelved}
             extents = Extents(nbytes, sorted([(entry.offset, entry.nbytes) for entry in fresh.values()]))
-            volume = _Volume(extents)
+            volume = _Volume(extents, self._new_lru())
             self._volumes.append(volume)
             # Half the SSD at most: else saving one block of the reserve would push out another, without an end.
             room = sum(volume.extents.capacity for volume in self._volumes) // 2
@@ -85,7 +85,11 @@ class Shelf:
             for entry in fresh.values():
                 entry.volume = number
             self._shelved.update(fresh)
-            volume.lru.fill((name, entry.nbytes) for name, entry in fresh.items())
+            volume.lru.fill((name, entry.nbytes, _parent(entry)) for name, entry in fresh.items())
+            for tier in self._tiers():
+                if tier.holes:
+                    for name in fresh:
+                        tier.came_elsewhere(name)
             return number
 
     def pressed(self) -> None:
@@ -138,7 +142,6 @@ class Shelf:
                     self._add(volume, shelved)
                     self._counts["ssd_saves"] += 1
                     self._note(Change(True, shelved.name, Tier.SSD))
-                    self._gives_up(shelved.name)
                 else:
                     self._leaving.pop(shelved.name, None)
                     volume.extents.release(shelved.offset)
@@ -235,11 +238,11 @@ class Shelf:
             if volume.is_lost:
                 return False
             volume.is_lost = True
+            self._leaving.clear()
+            volume.lru = self._new_lru()
             for name in [name for name, shelved in self._shelved.items() if shelved.volume == number]:
                 del self._shelved[name]
-                self._note(Change(False, name, Tier.SSD))
-            self._leaving.clear()
-            volume.lru = Eviction()
+                self._left_ssd(name)
             volume.extents = Extents(0)
             volume.unlogged = []
             # What it had may be saved on another.
@@ -271,6 +274,7 @@ class Shelf:
                 "ssd_capacity_bytes": sum(volume.extents.capacity for volume in self._volumes),
                 "ssd_used_bytes": sum(volume.extents.used for volume in self._volumes),
                 "ssd_blocks": len(self._shelved),
+                "ssd_holes": sum(volume.lru.holes for volume in self._volumes),
                 "ssd_volumes": sum(not volume.is_lost for volume in self._volumes),
                 "ssd_lost_volumes": sum(volume.is_lost for volume in self._volumes),
             }
@@ -303,7 +307,7 @@ class Shelf:
         return True
 
     def _next_to_go(self, lacking: int) -> Iterator[Name]:
-        """What DRAM gives up next and no SSD has or gets now, in about that order.
+        """What DRAM gives up next, no SSD has or gets now, and is of use, in about that order.
 
         Looking it up goes through half of DRAM, so it is done for many saves at once; and where nothing was found, not
         again before so much has come that it is worth it: the reserve is large against that.
@@ -321,7 +325,8 @@ class Shelf:
                 yield name
 
     def _is_unsaved(self, name: Name) -> bool:
-        return name not in self._shelved and name not in self._blocks.saving
+        is_here = name in self._shelved or name in self._blocks.saving
+        return not (is_here or self._blocks.eviction.is_hole(name))
 
     def _allocate(self, volume: _Volume, size: int, removed: list[Shelved]) -> int | None:
         if size > volume.extents.free + volume.lru.evictable_bytes:
@@ -342,11 +347,41 @@ class Shelf:
         return offset
 
     def _add(self, volume: _Volume, shelved: Shelved) -> None:
-        self._shelved[shelved.name] = shelved
-        volume.lru.add(shelved.name, shelved.nbytes)
+        name = shelved.name
+        self._shelved[name] = shelved
+        volume.lru.add(name, shelved.nbytes, _parent(shelved))
+        for tier in self._tiers():
+            tier.came_elsewhere(name)
 
     def _remove(self, volume: _Volume, shelved: Shelved) -> None:
+        del self._shelved[shelved.name]
         volume.lru.remove(shelved.name)
         volume.extents.release(shelved.offset)
-        del self._shelved[shelved.name]
-        self._note(Change(False, shelved.name, Tier.SSD))
+        self._left_ssd(shelved.name)
+
+    # A block is no hole as long as some tier, and some volume, has its parent.
+
+    def _new_lru(self) -> Eviction[Name]:
+        return Eviction(is_elsewhere=lambda name: name in self._shelved or name in self._blocks.resident)
+
+    def _tiers(self) -> list[Eviction[Name]]:
+        return [self._blocks.eviction, *(volume.lru for volume in self._volumes)]
+
+    def _left_ssd(self, name: Name) -> None:
+        if name not in self._blocks.resident:
+            for tier in self._tiers():
+                tier.left_elsewhere(name)
+        self._note(Change(False, name, Tier.SSD))
+
+    def _came_to_dram(self, name: Name) -> None:
+        for volume in self._volumes:
+            volume.lru.came_elsewhere(name)
+
+    def _left_dram(self, name: Name) -> None:
+        if name not in self._shelved:
+            for volume in self._volumes:
+                volume.lru.left_elsewhere(name)
+
+
+def _parent(shelved: Shelved) -> Name | None:
+    return None if shelved.parent is None else (shelved.space.id, shelved.parent)
