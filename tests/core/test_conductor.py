@@ -658,6 +658,23 @@ def test_a_gap_in_a_nodes_announcements_asks_for_one_snapshot() -> None:
     assert not announce(6, 1)
 
 
+def test_a_last_announcement_that_was_lost_is_missed_at_the_next_heartbeat() -> None:
+    d = desk()
+    who, keys = peer(N0), arrival("a", tokens=64).chains[0].keys
+
+    def beat(announced: int) -> list[act.Action]:
+        return d.tell(ev.Reported(N0, who.incarnation, announced=announced))
+
+    assert not d.tell(ev.BlocksStored(N0, who.incarnation, 1, SPACE.id, Tier.DRAM, keys[:1]))
+    assert not beat(1)
+    assert kinds(beat(2)) == ["SendSnapshot"]
+    assert d.part(N0).index == "catching-up"
+    assert not beat(2), "it was asked for"
+    d.tell(stored(0, 2, keys))
+    assert not beat(2)
+    assert (d.part(N0).index, d.part(N0).blocks) == ("exact", {"dram": 4, "ssd": 0})
+
+
 def test_a_snapshot_that_does_not_come_is_asked_for_again() -> None:
     d = desk(nodes=0, prefill=0, decode=0)
     assert kinds(d.tell(node(0))) == ["SendSnapshot"]

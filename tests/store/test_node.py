@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from moonpool.core.actions import SendSnapshot
-from moonpool.core.events import BlocksRemoved, BlocksStored, RoomConfirmed, RoomRefused, Snapshot
+from moonpool.core.events import BlocksRemoved, BlocksStored, Reported, RoomConfirmed, RoomRefused, Snapshot
 from moonpool.core.vocabulary import BlockKey, Incarnation, KeySpace, KeySpaceId, NodePeer, RequestId
 from moonpool.errors import ConfigError, PoolError
 from moonpool.messenger.tcp import TcpMessenger
@@ -218,6 +218,14 @@ def test_the_directory_hears_everything_in_order(conductor: Conductor, node: Nod
             assert known.issuperset(change.keys)
             known.difference_update(change.keys)
     assert known == set(snapshot.blocks[0][2])
+    # Heartbeats say how far it is, never further than what was heard before them.
+    conductor.wait_for(Reported, lambda r: r.announced == snapshot.seq)
+    heard = 0
+    for message in conductor.messages((BlocksStored, BlocksRemoved, Reported)):
+        if isinstance(message, Reported):
+            assert message.announced <= heard
+        else:
+            heard = message.seq
     assert len(known) == client.stats().result(SECONDS)["blocks"] <= 64
 
 

@@ -146,7 +146,8 @@ class Conductor:
             if event.used_bytes < before.used_bytes:
                 node.ceiling = None
             catching_up = self._directory.health(part.id) is IndexHealth.CATCHING_UP
-            if catching_up and now - node.snapshot_asked_at >= SNAPSHOT_SECONDS:
+            overdue = catching_up and now - node.snapshot_asked_at >= SNAPSHOT_SECONDS
+            if overdue or self._directory.lacks(part.id, event.announced):
                 self._ask_snapshot(part.id, now)
         if _has_less_to_do(before, event):
             self._attempts.endings.may_serve = True

@@ -99,6 +99,14 @@ class Directory:
         holder.seq = holder.snapshot_seq = seq
         holder.health = IndexHealth.EXACT
 
+    def lacks(self, node: PartId, seq: int) -> bool:
+        """The node's announcement `seq` was sent. True: it is lost, and no later one has told; ask for a snapshot."""
+        holder = self._holders[node]
+        if seq <= holder.seq or holder.health is IndexHealth.CATCHING_UP:
+            return False
+        holder.health = IndexHealth.CATCHING_UP
+        return True
+
     def match(self, chain: Chain) -> list[tuple[PartId, int]]:
         """(node, its leading run in any tier) for every node with at least one block; longest first, then by id."""
         tiers = self._spaces.get(chain.space)

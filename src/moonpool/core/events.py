@@ -66,6 +66,8 @@ class Reported(Struct, frozen=True, tag=True):
     """Tokens of KV held by the running batch."""
     used_bytes: int = 0
     """Nodes: bytes of the arena in use."""
+    announced: int = 0
+    """Nodes: `seq` of the last announcement that was sent before this report."""
 
 
 class RequestArrived(Struct, frozen=True, tag=True):

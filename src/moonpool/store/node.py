@@ -152,6 +152,8 @@ class _Node:
         self._messenger = messenger
         self._loop = asyncio.get_running_loop()
         self._pending = asyncio.Event()
+        self._announced = 0
+        """Number of the last announcement that was sent."""
         self._loads: set[asyncio.Task[None]] = set()
         self.ledger = Ledger(
             arena.extents, link.me.id, link.me.incarnation, self._on_pending, self._on_room_ended, eviction
@@ -178,7 +180,8 @@ class _Node:
                 load.cancel()
 
     def report(self) -> Reported:
-        return Reported(self._link.me.id, self._link.me.incarnation, used_bytes=self._arena.extents.used)
+        me, used = self._link.me, self._arena.extents.used
+        return Reported(me.id, me.incarnation, used_bytes=used, announced=self._announced)
 
     def counters(self) -> dict[str, float]:
         """By name: the ledger's, `tcp_` of the listening and `messenger_` of the connecting side, and sums of both."""
@@ -265,7 +268,7 @@ class _Node:
                     self.ledger.ask_snapshot()
                     is_reachable = False
                 else:
-                    is_reachable = True
+                    is_reachable, self._announced = True, message.seq
 
     async def _expire(self) -> None:
         absences = Absences()
