@@ -332,7 +332,7 @@ async def stage(
     scene.start()
     life = asyncio.create_task(scene.gateway.run(listener))
     try:
-        await until(lambda: life.done() or not scene.will_be_ready or scene.gateway.cluster.lacks is None)
+        await until(lambda: life.done() or not scene.will_be_ready or scene.gateway.cluster.fleet.lacks is None)
         yield scene
         scene.gateway.check_integrity()
         await until(lambda: scene.gateway.seats.taken == 0)

@@ -456,7 +456,7 @@ def test_a_new_conductor_learns_of_what_is_placed_when_it_knows_the_workers(open
             await s.restart_conductor()
             needed = [s.decode] if tokens > 1 else [s.prefill, s.decode]
             s.announce(parts=needed[:-1])
-            await until(lambda: len(s.gateway.cluster.fleet.parts) == len(needed))
+            await until(lambda: len(s.gateway.cluster.fleet.latest.parts) == len(needed))
             await asyncio.sleep(0.05)
             assert s.got("conductor", PlacedBefore) == []
             s.announce(parts=needed)
@@ -557,7 +557,7 @@ def test_the_fleet_may_lose_everything(opened: Open) -> None:
             s.place(arrived)
             s.say(await s.order(), [50])
             s.announce(parts=(), spaces=())
-            await until(lambda: s.gateway.cluster.lacks)
+            await until(lambda: s.gateway.cluster.fleet.lacks)
             response = await s.client.get(ready)
             assert response.status_code == 503
             assert "prefill" in response.json()["reason"]

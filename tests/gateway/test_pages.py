@@ -53,12 +53,12 @@ def test_workers_that_have_no_node_yet_make_nothing_ready(opened: Open) -> None:
     async def test() -> None:
         async with opened() as s:
             s.announce(on=None)
-            await until(lambda: s.gateway.cluster.lacks)
+            await until(lambda: s.gateway.cluster.fleet.lacks)
             ready = await s.client.get(s.url + "/ready")
             assert ready.status_code == 503
             assert "no prefill worker" in ready.text
             s.announce()
-            await until(lambda: not s.gateway.cluster.lacks)
+            await until(lambda: not s.gateway.cluster.fleet.lacks)
             assert (await s.client.get(s.url + "/ready")).status_code == 200
 
     run(test())

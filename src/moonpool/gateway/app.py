@@ -62,7 +62,7 @@ class Pages:
         return _json({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        lacks = self._desk.cluster.lacks
+        lacks = self._desk.cluster.fleet.lacks
         return _json({"ready": True}) if lacks is None else _json({"ready": False, "reason": lacks}, 503)
 
     async def version(self, request: Request) -> Response:
@@ -84,7 +84,7 @@ class Pages:
         ids, asked = await desk.intake.on_thread(partial(desk.intake.tokenize, body))
         names = [desk.tokenizer.token_name(i) for i in ids] if asked.strings else None
         return _json(
-            {"count": len(ids), "max_model_len": desk.cluster.context_tokens, "tokens": ids, "token_strs": names}
+            {"count": len(ids), "max_model_len": desk.cluster.fleet.context_tokens, "tokens": ids, "token_strs": names}
         )
 
     async def detokenize(self, request: Request) -> Response:
@@ -105,7 +105,7 @@ class Pages:
             "running": desk.cluster.running,
             "waiting": desk.cluster.waiting,
             "answers_remembered": len(desk.answers),
-            "context_tokens": desk.cluster.context_tokens,
+            "context_tokens": desk.cluster.fleet.context_tokens,
             **desk.cluster.totals,
         }
         return _json(state | {"gateway": own})
@@ -117,7 +117,7 @@ class Pages:
             parts = counters_in(await desk.cluster.describe())
         except PeerUnavailableError:
             parts = []
-        fleet = desk.cluster.fleet
+        fleet = desk.cluster.fleet.latest
         pages = sum(p.capacity.pages for p in fleet.parts if p.kind is PartKind.DECODE) if fleet is not None else 0
         used = sum(values.get("pages_used", 0.0) for _, kind, values in parts if kind == PartKind.DECODE.value)
         self._meters.kv_usage.set(used / pages if pages else 0.0)
@@ -129,7 +129,7 @@ class Pages:
             "object": "model",
             "created": self._created,
             "owned_by": "moonpool",
-            "max_model_len": self._desk.cluster.context_tokens,
+            "max_model_len": self._desk.cluster.fleet.context_tokens,
         }
 
     def _check_admin(self, request: Request) -> None:

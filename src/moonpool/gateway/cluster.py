@@ -12,7 +12,6 @@ from collections.abc import Callable, Coroutine
 from moonpool.core.actions import (
     Cancel,
     ExpectEnd,
-    FleetChanged,
     Hold,
     Place,
     RegisterAgain,
@@ -21,8 +20,9 @@ from moonpool.core.actions import (
     Resubmit,
 )
 from moonpool.core.events import PlacedBefore, PrefillFailed, Registered, Reported, RequestCancelled
-from moonpool.core.vocabulary import KeySpace, NodePeer, PartKind, Peer, RejectReason, RequestId
+from moonpool.core.vocabulary import PartKind, Peer, RejectReason, RequestId
 from moonpool.errors import PeerUnavailableError
+from moonpool.gateway.fleet import FleetView
 from moonpool.gateway.generation import Cancelled, Completed, Ending, Generation, Job, Refused
 from moonpool.gateway.meters import Meters
 from moonpool.wire.link import Link
@@ -56,6 +56,7 @@ class Cluster:
         self.books = Books(self.check_integrity)
         """Checked while nothing is in flight."""
         self._membership = Membership(link, conductor, self._describe, self._report, self._counters)
+        self.fleet = FleetView(self._membership)
         self._live: dict[RequestId, Generation] = {}
         self._requests = 0
         self._descriptions: dict[int, asyncio.Future[bytes]] = {}
@@ -63,9 +64,6 @@ class Cluster:
         self._tasks: set[asyncio.Task[None]] = set()
         self._submitted_to = ""
         """Incarnation of the Conductor that knows the waiting requests."""
-        self._nodes: tuple[NodePeer, ...] = ()
-        self._spaces: tuple[KeySpace, ...] = ()
-        self._context_tokens = 0
         self.totals = {
             "requests": 0,
             "tokens": 0,
@@ -94,40 +92,12 @@ class Cluster:
     # ---- what the HTTP side sees
 
     @property
-    def fleet(self) -> FleetChanged | None:
-        return self._membership.fleet
-
-    @property
-    def spaces(self) -> tuple[KeySpace, ...]:
-        """Of the fleet, or, while it has none, of the fleet before."""
-        return self._spaces
-
-    @property
-    def context_tokens(self) -> int:
-        """Longest prompt + output; 0 until there was a pair of instances once."""
-        return self._context_tokens
-
-    @property
     def running(self) -> int:
         return sum(g.place is not None for g in self._live.values())
 
     @property
     def waiting(self) -> int:
         return sum(g.place is None for g in self._live.values())
-
-    @property
-    def lacks(self) -> str | None:
-        """What keeps the fleet from serving, or None."""
-        fleet = self._membership.fleet
-        if fleet is None or not fleet.nodes:
-            return "no node is in the cluster"
-        nodes = {node.id for node in fleet.nodes}
-        # A worker registers before it has found its node; until then nothing can be placed there.
-        kinds = {part.kind for part in fleet.parts if part.node in nodes}
-        for kind in (PartKind.PREFILL, PartKind.DECODE):
-            if kind not in kinds:
-                return f"no {kind.value} worker is in the cluster"
-        return None if fleet.context_tokens else "no prefill and decode worker of the cluster go together"
 
     def submit(self, job: Job, changed: Callable[[], None]) -> Generation:
         self._requests += 1
@@ -240,19 +210,15 @@ class Cluster:
                 log.warning("%s from %s is not for a gateway", type(other).__name__, envelope.sender.id)
 
     def _fleet_changed(self) -> None:
-        fleet, conductor = self._membership.fleet, self._membership.conductor.incarnation
-        if fleet is not None:
-            self._spaces = fleet.spaces or self._spaces
-            self._context_tokens = fleet.context_tokens or self._context_tokens
+        self.fleet.update()
+        conductor = self._membership.conductor.incarnation
         if self._submitted_to and conductor != self._submitted_to:
             for generation in self._live.values():
                 if generation.place is None:
                     self._arrive_anew(generation)
         self._submitted_to = conductor
-        if fleet is not None:
-            self._nodes = fleet.nodes or self._nodes
-            if self._membership.is_answered:
-                self._tell_placed(conductor)
+        if self._membership.is_answered:
+            self._tell_placed(conductor)
 
     def _forgotten(self) -> None:
         """The Conductor took this gateway for dead, and has cancelled its requests everywhere."""
@@ -264,10 +230,10 @@ class Cluster:
 
     def _arrive_anew(self, generation: Generation) -> None:
         """At a new Conductor. What the old one has reserved for the attempt, or still says of it, counts no more."""
-        for node in self._nodes:
+        for node in self.fleet.nodes:
             peer = Peer(node.id, node.incarnation, node.address)
             self._link.post(peer, ReleaseRoom(node, generation.request, generation.attempt))
-        generation.begin_attempt(self._spaces)
+        generation.begin_attempt(self.fleet.spaces)
         self._spawn(self._arrive(generation, generation.attempt))
 
     def _tell_placed(self, conductor: str) -> None:
@@ -387,7 +353,7 @@ class Cluster:
         self._next_attempt(generation)
 
     def _next_attempt(self, generation: Generation) -> None:
-        generation.begin_attempt(self._spaces)
+        generation.begin_attempt(self.fleet.spaces)
         self.totals["resubmissions"] += 1
         self._meters.resubmissions.inc()
         self._spawn(self._arrive(generation, generation.attempt))

@@ -63,8 +63,8 @@ class Completions:
         desk.seats.check()
         body = await desk.bodies.read(headers, receive)  # without a seat: a client that sends nothing must not hold one
         with desk.seats.take() as booking:
-            if not desk.cluster.context_tokens:
-                raise refused(RejectReason.NO_INSTANCE, desk.cluster.lacks or "the cluster is not ready", 1.0)
+            if not desk.cluster.fleet.context_tokens:
+                raise refused(RejectReason.NO_INSTANCE, desk.cluster.fleet.lacks or "the cluster is not ready", 1.0)
             exchange = Exchange(desk.cluster, desk.answers if self._chat else None)
             watch = asyncio.create_task(_watch(receive, exchange.lose_client))
             try:
@@ -81,7 +81,9 @@ class Completions:
     async def _intend(self, body: bytes) -> Intended:
         desk = self._desk
         read = desk.intake.chat if self._chat else desk.intake.completion
-        return await desk.intake.on_thread(partial(read, body, desk.cluster.context_tokens, desk.cluster.spaces))
+        return await desk.intake.on_thread(
+            partial(read, body, desk.cluster.fleet.context_tokens, desk.cluster.fleet.spaces)
+        )
 
     def _submit(self, exchange: Exchange, intended: Intended, slo: Slo, arrived: float, label: str) -> None:
         desk = self._desk
@@ -120,7 +122,7 @@ class Completions:
 
 def fingerprint(desk: Desk) -> str:
     """Names what computes: it changes with the model, its dtype or its layout."""
-    known = "|".join([desk.config.served_model_name, *(space.id for space in desk.cluster.spaces)])
+    known = "|".join([desk.config.served_model_name, *(space.id for space in desk.cluster.fleet.spaces)])
     return "fp_" + hashlib.sha256(known.encode()).hexdigest()[:12]
 
 
