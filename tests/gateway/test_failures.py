@@ -127,6 +127,33 @@ def test_an_unreachable_prefill_worker_is_reported(opened: Open) -> None:
     run(test())
 
 
+def test_an_unreachable_prefill_worker_is_given_up_where_no_conductor_hears_of_it(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_module, "GAP_SECONDS", 0.1)
+    # Nor is it missed: it is in the fleet, and yet takes nothing.
+    monkeypatch.setattr(membership_module, "ABSENCE_SECONDS", 1000.0)
+
+    async def test() -> None:
+        async with opened() as s:
+            asked = asyncio.create_task(s.complete(max_tokens=5))
+            arrived = await s.arrival()
+            with socket.socket() as nobody:
+                nobody.bind(("127.0.0.1", 0))
+                there = s.prefill.me
+                s.prefill.me = replace(there, address=f"tcp://127.0.0.1:{nobody.getsockname()[1]}")
+                s.place(arrived)
+                await s.failure()
+                s.prefill.me = there
+            again = await s.arrival(2)
+            assert again.attempt == 2
+            s.place(again)
+            s.say(await s.order(), [50] * 5)
+            assert (await asked).status_code == 200
+
+    run(test())
+
+
 def test_late_orders_for_an_ended_request_are_answered(opened: Open) -> None:
     async def test() -> None:
         async with opened(answer=lambda work: [END]) as s:
