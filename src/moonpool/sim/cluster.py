@@ -245,7 +245,7 @@ class Simulation:
             case act.WakeAt(at=at):
                 self._wake_at = at
                 self.clock.at(at, lambda: self._wake(at))
-            case act.Hold() | act.FleetChanged() | act.RegisterAgain():
+            case act.Hold() | act.FleetChanged() | act.RegisterAgain() | act.ExpectEnd():
                 pass
 
     def _wake(self, at: float) -> None:
