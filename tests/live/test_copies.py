@@ -122,6 +122,7 @@ def test_copies_are_made_demoted_and_dropped() -> None:
                 assert (await awaited(second.stats()))["ssd_promotions"] == 4
                 await until(lambda: has(p, {"dram": 4, "ssd": 0}, {"dram": 4, "ssd": 4}), "it is in both tiers")
 
+                await until(lambda: unheld(first, second), "nobody holds them")
                 assert await p.want(1, at_most=1) == (2, 2, 2, 2)
                 await until(lambda: holders(p, (1, 1, 1, 1)), "the surplus is dropped")
                 assert sorted([await served(first), await served(second)]) == [[], KEYS]
@@ -136,6 +137,10 @@ def test_copies_are_made_demoted_and_dropped() -> None:
 
     async def has(p: Pool, *expected: dict[str, int]) -> bool:
         return await p.blocks() == {f"node-{i}": blocks for i, blocks in enumerate(expected)}
+
+    async def unheld(*clients: NodeClient) -> bool:
+        held = [await awaited(client.stats()) for client in clients]
+        return not any(stats["leases"] or stats["rooms"] for stats in held)
 
     async def holders(p: Pool, counts: tuple[int, ...]) -> bool:
         return await p.want(0) == counts

@@ -128,6 +128,7 @@ def test_demoted_blocks_leave_dram_and_are_hit_on_the_ssd(conductor: Conductor, 
     eventually(lambda: known(conductor, node) == set(keys), "the directory has them all")
     assert served(client, keys) == keys
     assert stats(client)["ssd_promotions"] == 4
+    eventually(lambda: stats(client)["rooms"] == stats(client)["leases"] == 0, "nobody holds them")
     # What the SSD has already leaves at once.
     conductor.tell(node, Demote(node, SPACE, tuple(keys[2:])))
     eventually(lambda: stats(client)["blocks"] == 2, "they leave again")

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 from moonpool.core.vocabulary import BlockKey, KeySpace, NodePeer
 from moonpool.errors import TransferError
-from moonpool.messenger.tcp import TcpMessenger
+from moonpool.messenger.tcp import Priority, TcpMessenger
 from moonpool.store.arena import Arena
 from moonpool.store.ledger import Ledger
 from moonpool.store.loader import Loader
@@ -33,7 +33,7 @@ class Fetcher:
             return await self._fetch(source, space, keys, time_left)
 
     async def fetch_each(self, source: NodePeer, space: KeySpace, keys: Sequence[BlockKey], until: float) -> int:
-        """Blocks of any prompts, one after another; how many came before `until` (of the monotonic clock).
+        """Blocks of any prompts, one after another, behind urgent transfers; how many came before `until` (monotonic).
 
         Raises PoolError for impossible keys or space.
         """
@@ -45,7 +45,7 @@ class Fetcher:
             if self._ledger.leading(space, [key]) or self._ledger.shelf.has_more(space.id, [key]):
                 continue
             try:
-                await asyncio.wrap_future(self._pull(source, space, [key], time_left))
+                await asyncio.wrap_future(self._pull(source, space, [key], time_left, Priority.BACKGROUND))
             except TransferError as e:
                 log.warning("%d of %d blocks came from %s, then: %s", came, len(keys), source.id, e)
                 break
@@ -62,7 +62,14 @@ class Fetcher:
             log.warning("fetch of %d blocks from %s failed: %s", len(keys) - readable, source.id, e)
         return self._ledger.leading(space, keys)
 
-    def _pull(self, source: NodePeer, space: KeySpace, keys: Sequence[BlockKey], time_left: float) -> Future[int]:
+    def _pull(
+        self,
+        source: NodePeer,
+        space: KeySpace,
+        keys: Sequence[BlockKey],
+        time_left: float,
+        priority: Priority = Priority.URGENT,
+    ) -> Future[int]:
         # The room has an owner of its own: whoever asked for the fetch may die while Messenger writes into the room.
         owner = self._ledger.own_client()
         room = self._ledger.open(owner, space, keys)
@@ -84,6 +91,7 @@ class Fetcher:
                 [self._arena.slice(block.offset, block.nbytes) for block in blocks],
                 time_left,
                 on_block,
+                priority=priority,
             )
         except BaseException:
             self._ledger.close(owner, room.id)
