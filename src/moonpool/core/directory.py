@@ -121,6 +121,14 @@ class Directory:
         runs.sort(key=lambda run: (-run[1], run[0]))
         return runs
 
+    def holders(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> list[tuple[PartId, ...]]:
+        """Of each block the nodes that have it in any tier, in order of joining."""
+        tiers = self._spaces.get(space)
+        if not tiers:
+            return [()] * len(keys)
+        dram, ssd = tiers[Tier.DRAM].get, tiers[Tier.SSD].get
+        return [tuple(self._nodes(dram(key, 0) | ssd(key, 0))) for key in keys]
+
     def health(self, node: PartId) -> IndexHealth:
         return self._holders[node].health
 

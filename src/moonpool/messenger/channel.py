@@ -18,6 +18,7 @@ from msgspec import Meta, Struct
 
 from moonpool.core.vocabulary import BlockKey, KeySpaceId, RequestId
 from moonpool.errors import TransferError
+from moonpool.messenger.questions import Checksums, GetBlocks, Given, PutBlocks, Question, Reply
 from moonpool.messenger.seal import seal, unseal
 from moonpool.messenger.transfer import TAIL, Bytes, checksum
 
@@ -85,7 +86,7 @@ class Blocks(Struct, frozen=True, tag=True):
     several parts."""
 
 
-Header = Write | Read | Done | Blocks
+Header = Write | Read | Done | Blocks | Question | Reply | GetBlocks | Given | PutBlocks | Checksums
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final = msgspec.msgpack.Decoder(Header)

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from moonpool.core.vocabulary import BlockKey, KeySpace, KeySpaceId
+from moonpool.core.vocabulary import BlockKey, BlockMeta, KeySpace, KeySpaceId
 from moonpool.errors import PoolError
 from moonpool.store.arena import Arena
 from moonpool.store.blocks import Block, Name
@@ -88,7 +88,10 @@ class Loader:
             return Hold(), []
         owner = self._ledger.own_client()
         try:
-            room = self._ledger.open(owner, space, keys[:leading])
+            metas = [BlockMeta(keys[index - 1] if index else None, index) for index in range(leading)]
+            for index, shelved in borrowed:
+                metas[index] = BlockMeta(shelved.parent, index)
+            room = self._ledger.open(owner, space, keys[:leading], metas=metas)
         except PoolError:
             shelf.give_back(borrowed_blocks)
             return Hold(), []

@@ -18,25 +18,31 @@ from moonpool.core.events import Registered, Reported, RoomConfirmed, RoomRefuse
 from moonpool.core.eviction import EvictionPolicy
 from moonpool.core.vocabulary import Capacity, PartKind, Peer
 from moonpool.errors import ConfigError, PeerUnavailableError, PoolError
+from moonpool.messenger.questions import Entered
 from moonpool.messenger.server import TcpServer
 from moonpool.messenger.tcp import TcpMessenger
 from moonpool.store.arena import Arena
+from moonpool.store.desk import Desk
 from moonpool.store.disks import Disks
 from moonpool.store.exchange import Exchange
 from moonpool.store.fetch import Fetcher
+from moonpool.store.gather import Gatherer
 from moonpool.store.ledger import Ledger
 from moonpool.store.loader import Loader
 from moonpool.store.messages import Welcome
+from moonpool.store.neighbours import Neighbours
 from moonpool.store.rooms import ClientId, RoomId
 from moonpool.store.server import HoldingRules, LocalServer, listen
 from moonpool.wire.link import Link
 from moonpool.wire.membership import Absences, Membership
-from moonpool.wire.messages import Envelope, Message
+from moonpool.wire.messages import Envelope, Located, Message
 
 log = logging.getLogger(__name__)
 
 EXPIRY_SECONDS = 0.5
 """How often rooms and leases are looked through for those whose time is over."""
+BATCHES = 4
+"""A client's batch is moved in parts of this part of its quota, so that the arena never has to hold all of it."""
 RESERVE_SECONDS = 1.0
 """The most that a room waits for the SSD: the Conductor takes no answer within 2 s for a refusal."""
 
@@ -88,14 +94,22 @@ async def run_node(link: Link, conductor: str, config: NodeConfig) -> None:
         )
         stack.callback(node.disks.close)
         node.loader = loader = Loader(arena, node.ledger, node.disks)
-        data = TcpServer(config.data_host, config.data_port, config.token, Exchange(arena, node.ledger, loader))
+        quota = arena.size // 2 if config.client_quota is None else config.client_quota
+        batch_bytes = max(1, min(quota, arena.size) // BATCHES)
+        node.membership = Membership(link, conductor, lambda: describe, node.report, node.counters)
+        node.neighbours = Neighbours(link, messenger, lambda: node.membership.fleet, lambda: node.membership.conductor)
+        gatherer = Gatherer(arena, node.ledger, loader, node.neighbours, messenger)
+        entered = Entered(link.me.id, link.me.incarnation, arena.size, batch_bytes)
+        desk = Desk(entered, node.ledger, gatherer, node.neighbours, node.counters)
+        exchange = Exchange(arena, node.ledger, loader, desk, batch_bytes)
+        data = TcpServer(config.data_host, config.data_port, config.token, exchange)
         stack.callback(data.close)
+        stack.callback(exchange.close)
         fetcher = Fetcher(arena, node.ledger, loader, messenger, data.address)
         welcome = Welcome(link.me.id, link.me.incarnation, arena.size)
         node.data = data
-        quota = arena.size // 2 if config.client_quota is None else config.client_quota
         rules = HoldingRules(config.lease_seconds, config.grace, quota, config.life_fd)
-        node.clients = LocalServer(listener, welcome, arena, node.ledger, loader, fetcher, node.counters, rules)
+        node.clients = LocalServer(listener, welcome, arena, node.ledger, loader, fetcher, desk, node.counters, rules)
         describe = Registered(
             PartKind.NODE,
             link.me,
@@ -103,7 +117,6 @@ async def run_node(link: Link, conductor: str, config: NodeConfig) -> None:
             data_address=data.address,
             socket_path=str(socket_path),
         )
-        node.membership = Membership(link, conductor, lambda: describe, node.report, node.counters)
         size = arena.size >> 20
         log.info("node %s: %d MiB in %s, %s, data on %s", link.me.id, size, arena.pages, socket_path, data.address)
         await node.run()
@@ -142,6 +155,7 @@ class _Node:
     data: TcpServer
     disks: Disks
     loader: Loader
+    neighbours: Neighbours
 
     def __init__(self, link: Link, arena: Arena, messenger: TcpMessenger, eviction: EvictionPolicy) -> None:
         self._link = link
@@ -211,6 +225,8 @@ class _Node:
             case ReleaseRoom(request=request, attempt=attempt):
                 if self.ledger.end_reserved(request, attempt):
                     log.info("room of %s attempt %d released", request, attempt)
+            case Located() as answer:
+                self.neighbours.heard(answer)
             case SendSnapshot():
                 self.ledger.ask_snapshot()
             case other:
@@ -268,6 +284,7 @@ class _Node:
             lost = absences.over(self.ledger.gateways() - self.membership.there(), now)
             if expired := self.ledger.expire(now, lost):
                 log.warning("%d rooms ended: their time was over or their gateway gone, and nobody used them", expired)
+            self.ledger.pins.expire(now)
             self.clients.end_overdue()
             self.disks.check(time.monotonic())
 
