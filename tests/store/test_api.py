@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,20 +24,6 @@ Connect = Callable[..., Client]
 Join = Callable[..., NodeClient]
 WAYS = ["near", "far"]
 K = keys_of("k", 12)
-
-
-@pytest.fixture
-def connect(conductor: Conductor) -> Iterator[Connect]:
-    clients: list[Client] = []
-
-    def connect(node: NodePeer, way: str, **options: Any) -> Client:
-        address = node.socket_path if way == "near" else node.data_address
-        clients.append(Client.connect(address, timeout=SECONDS, **options))
-        return clients[-1]
-
-    yield connect
-    for client in clients:
-        client.close()
 
 
 @pytest.fixture(params=WAYS)
@@ -242,7 +228,8 @@ def test_a_block_in_the_middle_of_a_put_is_a_miss_or_waited_for(node: NodePeer, 
     writer.stats().result(SECONDS)
     assert holds(space, K[:1]) == [False]
     began = time.monotonic()
-    assert space.get(K[:1], wait_until=began + 0.05).hits == 0
+    with space.get(K[:1], wait_until=began + 0.05) as blocks:
+        assert blocks.hits == 0
     assert time.monotonic() - began >= 0.05
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(space.get, K[:1], wait_until=time.monotonic() + SECONDS)
@@ -270,7 +257,8 @@ def test_a_writer_that_gives_up_wakes_who_waits_with_a_miss(node: NodePeer, join
 
 def test_who_waits_for_a_block_that_nobody_writes_waits_for_nothing(space: Space) -> None:
     began = time.monotonic()
-    assert space.get(K[:1], wait_until=began + 600).hits == 0
+    with space.get(K[:1], wait_until=began + 600) as blocks:
+        assert blocks.hits == 0
     assert time.monotonic() - began < SECONDS
 
 

@@ -31,8 +31,9 @@ from moonpool.messenger.questions import (
     marks,
     unpacked,
 )
+from moonpool.store.catalogue import HERE, Place
 from moonpool.store.gather import Gatherer
-from moonpool.store.ledger import HERE, Ledger, Place
+from moonpool.store.ledger import Ledger
 from moonpool.store.loader import Hold
 from moonpool.store.neighbours import Neighbours
 
@@ -62,7 +63,7 @@ class Desk:
 
     def is_ready(self, space: KeySpaceId, keys: Sequence[BlockKey], waits: bool) -> bool:
         """Nothing needs to be brought: all of it can be leased now, or is nowhere to be had."""
-        places = set(self._ledger.places(space, keys)) - {Place.DRAM}
+        places = set(self._ledger.catalogue.places(space, keys)) - {Place.DRAM}
         if not places:
             return True
         return self._neighbours.is_alone and Place.SSD not in places and not (waits and Place.FILLING in places)
@@ -83,7 +84,7 @@ class Desk:
                 case Unpin(space=space, keys=keys):
                     return marks(self._ledger.pins.unpin([(space, key) for key in unpacked(keys)]))
                 case DescribeBlocks(space=space, keys=keys):
-                    return Described(tuple(self._ledger.describe(space, unpacked(keys))))
+                    return Described(tuple(self._ledger.catalogue.describe(space, unpacked(keys))))
                 case TakeStock():
                     return Stock(self._measure())
                 case _:
@@ -98,7 +99,7 @@ class Desk:
             match question:
                 case Exists(space=space, keys=keys):
                     holders = await self._neighbours.holders(space, unpacked(keys), ANSWER_SECONDS)
-                    here = self._ledger.places(space, unpacked(keys))
+                    here = self._ledger.catalogue.places(space, unpacked(keys))
                     pairs = zip(here, holders, strict=True)
                     return marks(place in HERE or bool(others) for place, others in pairs)
                 case CountHolders(space=space, keys=keys):
@@ -113,12 +114,12 @@ class Desk:
             return Refused(str(e))
 
     def _exist_here(self, question: Exists) -> Marks | None:
-        here = [place in HERE for place in self._ledger.places(question.space, unpacked(question.keys))]
+        here = [place in HERE for place in self._ledger.catalogue.places(question.space, unpacked(question.keys))]
         return marks(here) if all(here) or question.here or self._neighbours.is_alone else None
 
     async def _count(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> Numbers:
         others = await self._neighbours.holders(space, keys, ANSWER_SECONDS)
-        here = self._ledger.places(space, keys)
+        here = self._ledger.catalogue.places(space, keys)
         return Numbers(tuple((place in HERE) + len(nodes) for place, nodes in zip(here, others, strict=True)))
 
     async def _pin(self, question: Pin) -> Marks:
@@ -129,11 +130,13 @@ class Desk:
 
     async def _remove(self, question: Remove) -> Marks:
         space, keys = question.space, unpacked(question.keys)
-        outcomes = self._ledger.remove(space, keys)
+        outcomes = self._ledger.catalogue.remove(space, keys)
         until = time.monotonic() + BUSY_SECONDS
         while BUSY in outcomes and time.monotonic() < until:
             await asyncio.sleep(RETRY_SECONDS)
-            again = iter(self._ledger.remove(space, [k for k, o in zip(keys, outcomes, strict=True) if o == BUSY]))
+            again = iter(
+                self._ledger.catalogue.remove(space, [k for k, o in zip(keys, outcomes, strict=True) if o == BUSY])
+            )
             outcomes = [next(again) if outcome == BUSY else outcome for outcome in outcomes]
         if question.here:
             return marks(outcomes)

@@ -15,8 +15,9 @@ from moonpool.messenger.questions import GetBlocks, PutBlocks, Question, Refused
 from moonpool.messenger.transfer import Bytes
 from moonpool.store.arena import Arena
 from moonpool.store.blocks import Block
+from moonpool.store.catalogue import HERE
 from moonpool.store.desk import ANSWER_SECONDS, Desk
-from moonpool.store.ledger import HERE, Claim, Lease, Ledger
+from moonpool.store.ledger import Claim, Lease, Ledger
 from moonpool.store.loader import Hold, Loader
 from moonpool.store.rooms import ClientId, Room
 
@@ -103,7 +104,7 @@ class Exchange:
     def _hold(self, request: GetBlocks, keys: Sequence[BlockKey]) -> Hold:
         space = request.space
         if request.here:
-            places = self._ledger.places(space.id, keys)
+            places = self._ledger.catalogue.places(space.id, keys)
             kept = [key for key, place in zip(keys, places, strict=True) if place in HERE]
             return self._loader.load_blocking(space.id, kept)
         if self._desk.is_ready(space.id, keys, request.waits):

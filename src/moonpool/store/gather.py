@@ -18,7 +18,8 @@ from moonpool.messenger.tcp import TcpMessenger
 from moonpool.messenger.transfer import Bytes
 from moonpool.store.arena import Arena
 from moonpool.store.blocks import Name
-from moonpool.store.ledger import HERE, Ledger, Place
+from moonpool.store.catalogue import HERE, Place
+from moonpool.store.ledger import Ledger
 from moonpool.store.loader import Hold, Loader
 from moonpool.store.neighbours import Neighbours
 from moonpool.store.rooms import ClientId, Room
@@ -55,7 +56,7 @@ class Gatherer:
             return Hold(holds.pop_all().close)
 
     def _placed(self, space: KeySpace, keys: Sequence[BlockKey]) -> list[tuple[BlockKey, Place]]:
-        return list(zip(keys, self._ledger.places(space.id, keys), strict=True))
+        return list(zip(keys, self._ledger.catalogue.places(space.id, keys), strict=True))
 
     async def _watch(self, space: KeySpace, keys: Sequence[BlockKey], until: float) -> None:
         filling = [(space.id, key) for key, place in self._placed(space, keys) if place is Place.FILLING]
@@ -128,7 +129,7 @@ class _Pull:
 
     def __call__(self, channel: Channel) -> None:
         """On a thread of Messenger; again, on a new connection, where one broke."""
-        places = self._ledger.places(self._space.id, self._keys)
+        places = self._ledger.catalogue.places(self._space.id, self._keys)
         keys = [key for key, place in zip(self._keys, places, strict=True) if place is not Place.DRAM]
         time_left = max(0.0, self._until - time.monotonic())
         request = GetBlocks(self._space, packed(keys), 0, self._space.runs, time_left, here=True)

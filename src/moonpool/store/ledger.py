@@ -10,7 +10,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import NewType
 
 from moonpool.core.events import BlocksRemoved, BlocksStored, Snapshot
@@ -27,9 +26,9 @@ from moonpool.core.vocabulary import (
     RequestId,
 )
 from moonpool.errors import PoolError
-from moonpool.messenger.questions import BUSY, LEASED, NO, PINNED, YES
 from moonpool.store.announcements import Announcements
-from moonpool.store.blocks import Block, Blocks, Name
+from moonpool.store.blocks import Block, Blocks
+from moonpool.store.catalogue import Catalogue
 from moonpool.store.extents import Extents, page_aligned
 from moonpool.store.overdue import Holding, Kind
 from moonpool.store.pins import Pins
@@ -41,19 +40,6 @@ LeaseId = NewType("LeaseId", int)
 
 MAX_SPACES = 256
 MAX_RUNS = 1 << 16
-
-
-class Place(Enum):
-    """Where a block is on this node."""
-
-    DRAM = "dram"
-    SSD = "ssd"
-    FILLING = "filling"
-    """Somebody writes it."""
-    NOWHERE = "nowhere"
-
-
-HERE = (Place.DRAM, Place.SSD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +76,7 @@ class Ledger:
         self.shelf = Shelf(self._lock, self._blocks, self._announcements.note)
         self.pins = Pins(self._lock, self._blocks, self.shelf)
         self.watches = Watches(self._lock, self._blocks)
+        self.catalogue = Catalogue(self._lock, self._blocks, self.shelf, self.pins)
         self._on_room_ended = on_room_ended
         self._spaces: dict[KeySpaceId, KeySpace] = {}
         self._rooms: dict[RoomId, Room] = {}
@@ -147,22 +134,6 @@ class Ledger:
         """This client, which nobody may kill, holds at most so many bytes in leases and caching rooms of its own."""
         with self._lock:
             self._quotas[client] = nbytes
-
-    def places(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> list[Place]:
-        with self._lock:
-            return [self._place((space, key)) for key in keys]
-
-    def describe(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> list[BlockMeta | None]:
-        """What was given with these blocks when they were put."""
-        with self._lock:
-            return [self._describe((space, key)) for key in keys]
-
-    def remove(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> list[int]:
-        """For each key: YES where the block was in some tier and is gone now, NO where it was not; else why not."""
-        with self._lock:
-            outcomes = [self._remove((space, key)) for key in keys]
-            self.shelf.pressed()
-            return outcomes
 
     def leading(self, space: KeySpace, keys: Sequence[BlockKey]) -> int:
         """How many leading blocks are readable now."""
@@ -522,34 +493,6 @@ class Ledger:
         self._counts["hit_blocks"] += found
         self._counts["missed_blocks"] += wanted - found
 
-    def _place(self, name: Name) -> Place:
-        if name in self._blocks.resident:
-            return Place.DRAM
-        if self.shelf.find(name) is not None:
-            return Place.SSD
-        return Place.FILLING if name in self._blocks.filling else Place.NOWHERE
-
-    def _describe(self, name: Name) -> BlockMeta | None:
-        if (block := self._blocks.resident.get(name)) is not None:
-            return BlockMeta(block.parent, block.index, block.tokens)
-        if (shelved := self.shelf.find(name)) is not None:
-            return BlockMeta(shelved.parent)
-        return None
-
-    def _remove(self, name: Name) -> int:
-        if self._place(name) not in HERE:
-            return NO
-        if name in self.pins:
-            return PINNED
-        block = self._blocks.resident.get(name)
-        if block is not None and self._blocks.eviction.pins(name):
-            return LEASED
-        if (block is not None and block.saving) or not self.shelf.remove(name):
-            return BUSY
-        if block is not None:
-            self._blocks.drop(name)
-        return YES
-
     def _held(self, client: ClientId) -> int:
         """Bytes in leases and caching rooms of this client; a hand-over room was granted by the Conductor."""
         leased = (lease.blocks for lease in self._leases.values() if lease.client == client)
@@ -651,8 +594,8 @@ def _check_metas(space: KeySpace, keys: Sequence[BlockKey], metas: Sequence[Bloc
 
 def _beyond_quota(what: str, wanted: int, held: int, quota: int) -> PoolError:
     return PoolError(
-        f"a {what} of {wanted} bytes on top of {held} bytes held: at most {quota} are for a client that this node's supervisor did "
-        "not start; release some, or give the node a larger --client-quota"
+        f"a {what} of {wanted} bytes on top of {held} bytes held: at most {quota} are for a client that this node's "
+        "supervisor did not start; release some, or give the node a larger --client-quota"
     )
 
 
