@@ -2,6 +2,18 @@
 
 from moonpool.core.vocabulary import BlockKey, BlockMeta, KeySpace
 from moonpool.errors import PoolError
+from moonpool.store.aio import AsyncClient, AsyncSpace
 from moonpool.store.api import Blocks, Client, Space, key_of
 
-__all__ = ["BlockKey", "BlockMeta", "Blocks", "Client", "KeySpace", "PoolError", "Space", "key_of"]
+__all__ = [
+    "AsyncClient",
+    "AsyncSpace",
+    "BlockKey",
+    "BlockMeta",
+    "Blocks",
+    "Client",
+    "KeySpace",
+    "PoolError",
+    "Space",
+    "key_of",
+]
