@@ -185,7 +185,7 @@ class FarHome:
                 is_good = True
                 raise
             except TimeoutError:
-                raise PoolError(f"the node at {self._address} did not answer in time") from None
+                raise self._late() from None
             except (OSError, EOFError, TransferError) as e:
                 if is_last or self._closed or isinstance(e, TransferError):
                     raise PoolError(f"the node at {self._address}: {e or 'it closed the connection'}") from None
@@ -222,10 +222,15 @@ class FarHome:
                 self._free.notify()
             if channel is not None:
                 channel.close()
+            if isinstance(e, TimeoutError):
+                raise self._late() from None
             raise PoolError(f"no node at {self._address}: {e}") from None
         with self._free:
             self._open.add(channel)
         return channel
+
+    def _late(self) -> PoolError:
+        return PoolError(f"the node at {self._address} did not answer in time: it is stopped, overloaded or cut off")
 
     def _give_back(self, channel: Channel, is_good: bool) -> None:
         with self._free:
