@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from moonpool.messenger.questions import (
     pack_sums,
     packed,
 )
-from moonpool.store import Client, PoolError
+from moonpool.store import Client, PoolError, Space
 from moonpool.store.client import NodeClient
 from moonpool.wire.security import data_key
 
@@ -195,3 +196,55 @@ def test_a_put_for_another_layout_is_refused_after_its_bytes(node: NodePeer, joi
     channel.send_header(Checksums(pack_sums(sums)), until())
     assert channel.receive_header(until()) == Marks(b"\1")
     assert observer.stats().result(SECONDS)["blocks"] == 2
+
+
+LARGE = KeySpace(SPACE.id, 16, 4, 1 << 20)
+
+
+@pytest.fixture
+def large(conductor: Conductor) -> Iterator[Space]:
+    """A space of blocks that are worth two connections."""
+    node = conductor.start_node("node-large", 16 * LARGE.block_bytes)
+    with Client.connect(node.data_address, timeout=SECONDS) as pool:
+        yield pool.space(LARGE)
+
+
+def test_large_blocks_and_batches_go_over_two_connections(large: Space) -> None:
+    blocks = [bytes_of(key, LARGE.block_bytes) for key in K]
+    assert large.put_many(K, blocks) == [True] * 4
+    with large.get([K[2]]) as (block,):
+        assert np.array_equal(block, blocks[2])
+    with large.get([K[2]], layers=(1, 3)) as (block,):
+        assert np.array_equal(block, blocks[2][1 << 20 :])
+    # Buffers that end somewhere in the middle of what one connection brings.
+    pieces = [bytearray(3), bytearray(1 << 20), bytearray((3 << 20) - 3)]
+    assert large.get_into(K[1], pieces)
+    assert b"".join(pieces) == blocks[1].tobytes()
+    targets = [np.zeros(LARGE.block_bytes, np.uint8) for _ in range(5)]
+    assert large.get_into_many([K[3], *K[:2], *keys_of("no", 1), K[2]], [[t] for t in targets]) == [
+        *[True] * 3,
+        False,
+        True,
+    ]
+    for key, target in zip((3, 0, 1), targets, strict=False):
+        assert np.array_equal(target, blocks[key])
+    with large.get(keys_of("no", 1)) as missed:
+        assert missed.hits == 0
+
+
+def test_halves_of_two_copies_are_not_taken_for_one_block(large: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = bytes_of(K[0], LARGE.block_bytes)
+    large.put(K[0], data)
+    asked: list[tuple[int, int]] = []
+    real = asking.get
+
+    def replaced_meanwhile(channel: Channel, request: GetBlocks, *rest: Any) -> list[int | None]:
+        copies = real(channel, request, *rest)
+        asked.append((request.first_run, request.runs))
+        return [copy if copy is None else copy + request.first_run for copy in copies]
+
+    monkeypatch.setattr("moonpool.messenger.asking.get", replaced_meanwhile)
+    target = bytearray(LARGE.block_bytes)
+    assert large.get_into(K[0], [target])
+    assert sorted(asked) == [(0, 2), (0, 4), (2, 2)]
+    assert target == data.tobytes()

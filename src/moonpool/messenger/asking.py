@@ -43,8 +43,8 @@ def get(
     place: Callable[[Given], Sequence[Sequence[Bytes] | None]],
     landed: Callable[[int, Sequence[int]], None],
     until: float,
-) -> list[bool]:
-    """Which blocks came, and are right.
+) -> list[int | None]:
+    """For each block None where it did not come, or not as it was sent; else which copy it is (0: all of its runs).
 
     `place` says where each of those that come goes, in pieces (None: nowhere); `landed` is called with the number of
     each among those that come.
@@ -56,21 +56,24 @@ def get(
     sums, coming = unpack_sums(given.checksums), given.marks.count(YES)
     if len(sums) != coming * request.runs:
         raise TransferError(f"{coming} blocks of {request.runs} runs with {len(sums)} checksums")
+    copies = unpack_sums(given.copies) or (0,) * coming
+    if len(copies) != coming:
+        raise TransferError(f"{coming} blocks with marks of {len(copies)} copies")
     targets = place(given)
     nbytes = request.runs * request.space.run_bytes
-    good = []
+    came: list[int | None] = []
     for position, pieces in enumerate(targets):
-        expected = sums[position * request.runs : (position + 1) * request.runs]
         if pieces is None:
             channel.skip(nbytes, until)
-            good.append(False)
+            came.append(None)
             continue
         found = receive(channel, pieces, request.space.run_bytes, until)
-        good.append(found == list(expected))
-        if good[-1]:
+        is_good = found == list(sums[position * request.runs : (position + 1) * request.runs])
+        came.append(copies[position] if is_good else None)
+        if is_good:
             landed(position, found)
-    came = iter(good)
-    return [mark == YES and next(came) for mark in given.marks]
+    coming_next = iter(came)
+    return [next(coming_next) if mark == YES else None for mark in given.marks]
 
 
 def put(channel: Channel, request: PutBlocks, sources: Sequence[Sequence[Bytes]], until: float) -> bytes:

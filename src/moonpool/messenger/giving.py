@@ -6,6 +6,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+import xxhash
+
 from moonpool.errors import TransferError
 from moonpool.messenger.channel import Channel
 from moonpool.messenger.digest import RunDigests
@@ -52,7 +54,10 @@ def give(channel: Channel, store: Store, request: GetBlocks, count: Count) -> No
         present = [block for block in gift.blocks if block is not None]
         sums = [value for checksums in gift.checksums for value in checksums[chosen]]
         found = bytes(NO if block is None else YES for block in gift.blocks)
-        header = Given(found, pack_sums(sums), tuple(gift.metas) if request.here else ())
+        metas = tuple(gift.metas) if request.here else ()
+        is_whole = request.runs == request.space.runs
+        copies = [] if is_whole else [xxhash.xxh3_64_intdigest(pack_sums(sums)) for sums in gift.checksums]
+        header = Given(found, pack_sums(sums), metas, pack_sums(copies))
         channel.send_header(header, until, more=bool(present))
         for position, block in enumerate(present):
             piece = block[chosen.start * run_bytes : chosen.stop * run_bytes]

@@ -137,6 +137,9 @@ class Given(Struct, frozen=True, tag=True):
     """u64 (little-endian), one a run that follows."""
     metas: tuple[BlockMeta, ...] = ()
     """With `here`: one a block that follows."""
+    copies: bytes = b""
+    """Where not all runs were wanted: u64 a block that follows, of all its checksums. Equal ones mean equal bytes, so
+    that parts of a block that came in two answers belong together."""
 
 
 class PutBlocks(Struct, frozen=True, tag=True):

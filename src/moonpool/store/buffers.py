@@ -46,6 +46,17 @@ def as_pieces(buffers: Sequence[Buffer], nbytes: int, writable: bool = False) ->
     return pieces
 
 
+def part_of(pieces: Sequence[Bytes], start: int, stop: int) -> list[Bytes]:
+    """Bytes `start` to `stop` of all of them together."""
+    found, at = [], 0
+    for piece in pieces:
+        chosen = piece[max(0, start - at) : max(0, stop - at)]
+        if chosen.nbytes:
+            found.append(chosen)
+        at += piece.nbytes
+    return found
+
+
 def private_bytes(nbytes: int) -> Bytes:
     """Fresh memory that begins with a page, as blocks of an arena do."""
     memory = np.empty(nbytes + PAGE_BYTES, np.uint8)

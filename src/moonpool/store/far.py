@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from moonpool.core.vocabulary import BlockKey, BlockMeta, KeySpace, PartId
@@ -27,7 +28,7 @@ from moonpool.messenger.questions import (
     packed,
 )
 from moonpool.messenger.transfer import Bytes
-from moonpool.store.buffers import private_bytes
+from moonpool.store.buffers import part_of, private_bytes
 from moonpool.store.home import Held, Layers, Wait
 from moonpool.wire.security import data_key
 
@@ -95,7 +96,8 @@ class FarHome:
                 raise PoolError(f"{marks.count(DAMAGED)} blocks did not arrive at {self.node} as they were sent")
             return [mark == YES for mark in marks]
 
-        return [outcome for found in self._spread(len(keys), space.block_bytes, part) for outcome in found]
+        parts = _parts(len(keys), space.block_bytes)
+        return [outcome for found in self._beside([partial(part, chosen) for chosen in parts]) for outcome in found]
 
     def get(self, space: KeySpace, keys: Sequence[BlockKey], layers: Layers, wait: Wait) -> Held:
         nbytes = layers[1] * space.run_bytes
@@ -143,30 +145,48 @@ class FarHome:
         wait: Wait,
     ) -> list[bool]:
         until = time.monotonic() + wait.seconds
+        nbytes = layers[1] * space.run_bytes
+        part = partial(self._get_part, space, wait, until)
+        if len(keys) == 1 and nbytes >= SPREAD_BYTES and layers[1] >= LANES:
+            # Its layers in two parts, unless they turn out to be of two copies.
+            pieces = target(0)
+            parts = [
+                partial(part, keys, (layers[0] + at.start, at.stop - at.start), partial(_run_part, pieces, space, at))
+                for at in _parts(layers[1], space.run_bytes)
+            ]
+            found = {copies[0] for copies in self._beside(parts)}
+            if None in found or len(found) == 1:
+                return [None not in found]
+            return [copy is not None for copy in part(keys, layers, lambda position: pieces)]
+        work = [
+            partial(part, keys[at], layers, lambda position, first=at.start: target(first + position))
+            for at in _parts(len(keys), nbytes)
+        ]
+        return [copy is not None for copies in self._beside(work) for copy in copies]
 
-        def part(chosen: slice) -> list[bool]:
-            first = chosen.start
+    def _get_part(
+        self,
+        space: KeySpace,
+        wait: Wait,
+        until: float,
+        keys: Sequence[BlockKey],
+        layers: Layers,
+        target: Callable[[int], Sequence[Bytes]],
+    ) -> list[int | None]:
+        def place(given: Given) -> list[Sequence[Bytes] | None]:
+            return [target(position) for position, mark in enumerate(given.marks) if mark == YES]
 
-            def place(given: Given) -> list[Sequence[Bytes] | None]:
-                return [target(first + position) for position, mark in enumerate(given.marks) if mark == YES]
+        def work(channel: Channel) -> list[int | None]:
+            request = GetBlocks(space, packed(keys), *layers, asking.seconds_left(until), wait.is_for_writers)
+            return asking.get(channel, request, place, lambda number, sums: None, until + SLACK_SECONDS)
 
-            def work(channel: Channel) -> list[bool]:
-                request = GetBlocks(
-                    space, packed(keys[chosen]), *layers, asking.seconds_left(until), wait.is_for_writers
-                )
-                return asking.get(channel, request, place, lambda number, sums: None, until + SLACK_SECONDS)
+        return self._carry(work, until + SLACK_SECONDS)
 
-            return self._carry(work, until + SLACK_SECONDS)
-
-        return [outcome for found in self._spread(len(keys), layers[1] * space.run_bytes, part) for outcome in found]
-
-    def _spread(self, count: int, nbytes: int, part: Callable[[slice], T]) -> list[T]:
-        """Parts of a batch side by side where it is large enough to gain by it; the results in order."""
-        lanes = LANES if count > 1 and count * nbytes >= SPREAD_BYTES else 1
-        chosen = [slice(count * lane // lanes, count * (lane + 1) // lanes) for lane in range(lanes)]
-        later = [self._helpers.submit(part, each) for each in chosen[1:]]
+    def _beside(self, work: Sequence[Callable[[], T]]) -> list[T]:
+        """All of it, the first in this thread; the results in order."""
+        later = [self._helpers.submit(each) for each in work[1:]]
         try:
-            return [part(chosen[0]), *(future.result() for future in later)]
+            return [work[0](), *(future.result() for future in later)]
         finally:
             # Nothing may be written into the caller's buffers any more when this returns.
             _await_all(later)
@@ -243,6 +263,16 @@ class FarHome:
             self._free.notify()
         if not is_kept:
             channel.close()
+
+
+def _parts(count: int, nbytes: int) -> list[slice]:
+    """Of so many things of so many bytes each, as many parts as there are lanes, where it is enough to gain by it."""
+    lanes = LANES if count > 1 and count * nbytes >= SPREAD_BYTES else 1
+    return [slice(count * lane // lanes, count * (lane + 1) // lanes) for lane in range(lanes)]
+
+
+def _run_part(pieces: Sequence[Bytes], space: KeySpace, runs: slice, position: int) -> list[Bytes]:
+    return part_of(pieces, runs.start * space.run_bytes, runs.stop * space.run_bytes)
 
 
 def _await_all(futures: Sequence[Future[T]]) -> None:
