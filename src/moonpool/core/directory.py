@@ -122,12 +122,8 @@ class Directory:
         return runs
 
     def holders(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> list[tuple[PartId, ...]]:
-        """Of each block the nodes that have it in any tier, in order of joining."""
-        tiers = self._spaces.get(space)
-        if not tiers:
-            return [()] * len(keys)
-        dram, ssd = tiers[Tier.DRAM].get, tiers[Tier.SSD].get
-        return [tuple(self._nodes(dram(key, 0) | ssd(key, 0))) for key in keys]
+        """Of each block by itself the nodes that have it in any tier, by id."""
+        return [tuple(node for node, _ in self.match(Chain(space, (key,)))) for key in keys]
 
     def health(self, node: PartId) -> IndexHealth:
         return self._holders[node].health

@@ -70,7 +70,7 @@ class Remove(Struct, frozen=True, tag=True):
 class CountHolders(Struct, frozen=True, tag=True):
     """On how many nodes is it?"""
 
-    space: KeySpaceId
+    space: KeySpace
     keys: bytes
 
 

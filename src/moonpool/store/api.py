@@ -16,7 +16,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Self, TypeVar, overload
 
 from moonpool.core.blocks import block_keys
 from moonpool.core.vocabulary import BLOCK_KEY_BYTES, BlockKey, BlockMeta, KeySpace, KeySpaceId, PartId
@@ -136,7 +136,13 @@ class Blocks(Sequence[Bytes | None]):
         self._held = held
         self._views = [view for part in held for view in part.views]
 
-    def __getitem__(self, index: int) -> Bytes | None:  # type: ignore[override]
+    @overload
+    def __getitem__(self, index: int) -> Bytes | None: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Bytes | None]: ...
+
+    def __getitem__(self, index: int | slice) -> Bytes | Sequence[Bytes | None] | None:
         return self._views[index]
 
     def __len__(self) -> int:
@@ -278,7 +284,7 @@ class Space:
 
     def replicas(self, key: BlockKey) -> int:
         """On how many nodes it is."""
-        answer = self._home.ask(CountHolders(self.key_space.id, packed([key])))
+        answer = self._home.ask(CountHolders(self.key_space, packed([key])))
         assert isinstance(answer, Numbers)
         return answer.numbers[0]
 

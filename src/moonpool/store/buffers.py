@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from moonpool.errors import PoolError
 from moonpool.messenger.transfer import Bytes
 
-Buffer = object
+Buffer = Any
 """bytes, bytearray, memoryview, a numpy array, a torch tensor, …: contiguous, in this machine's memory."""
 
 PAGE_BYTES = 4096
@@ -27,7 +28,7 @@ def as_bytes(buffer: Buffer) -> Bytes:
                 raise BufferError("it is not contiguous")
             # By way of the plain memory: formats of other packages (bfloat16) have no buffer of their own.
             return buffer.reshape(-1).view(np.uint8)
-        return np.frombuffer(memoryview(buffer).cast("B"), np.uint8)  # type: ignore[arg-type]
+        return np.frombuffer(memoryview(buffer).cast("B"), np.uint8)
     except (TypeError, ValueError, BufferError) as e:
         raise PoolError(
             f"a {type(buffer).__name__} is no buffer for the pool ({e}): give contiguous bytes, a numpy array or a "
@@ -64,8 +65,8 @@ def private_bytes(nbytes: int) -> Bytes:
     return memory[start : start + nbytes]
 
 
-def _tensor_bytes(tensor: object, uint8: object) -> Bytes:
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():  # type: ignore[attr-defined]
+def _tensor_bytes(tensor: Any, uint8: Any) -> Bytes:
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise PoolError("a tensor for the pool must be contiguous and on the CPU: give tensor.contiguous().cpu()")
-    flat: Bytes = tensor.detach().reshape(-1).view(uint8).numpy()  # type: ignore[attr-defined]
+    flat: Bytes = tensor.detach().reshape(-1).view(uint8).numpy()
     return flat

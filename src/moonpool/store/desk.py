@@ -103,7 +103,7 @@ class Desk:
                     pairs = zip(here, holders, strict=True)
                     return marks(place in HERE or bool(others) for place, others in pairs)
                 case CountHolders(space=space, keys=keys):
-                    return await self._count(space, unpacked(keys))
+                    return await self._count(space.id, unpacked(keys))
                 case Pin():
                     return await self._pin(question)
                 case Remove():
