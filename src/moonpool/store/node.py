@@ -43,7 +43,6 @@ EXPIRY_SECONDS = 0.5
 """How often rooms and leases are looked through for those whose time is over."""
 BATCHES = 4
 """A client's batch is moved in parts of this part of its quota, so that the arena never has to hold all of it."""
-GATHER_SECONDS = 0.002
 RESERVE_SECONDS = 1.0
 """The most that a room waits for the SSD: the Conductor takes no answer within 2 s for a refusal."""
 
@@ -265,8 +264,6 @@ class _Node:
         is_reachable = True
         while True:
             await self._pending.wait()
-            # What comes within a moment goes in one message: one for each of many small blocks costs as much again.
-            await asyncio.sleep(GATHER_SECONDS)
             self._pending.clear()
             while (message := self.ledger.next_announcement()) is not None:
                 try:

@@ -12,6 +12,7 @@ import logging
 import socket
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine
 
 from moonpool.errors import PoolError
@@ -96,6 +97,8 @@ class Session:
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._frames = call_frames()
+        self._calls: deque[Call] = deque()
+        """Read, but not yet taken; no more than one read brings."""
         self._unsent = bytearray()
         """What the client is too slow to take. Nothing more is read from it meanwhile."""
         self._over: asyncio.Future[None] = self._loop.create_future()
@@ -140,17 +143,28 @@ class Session:
     def _readable(self) -> None:
         try:
             data = self._socket.recv(RECEIVE_BYTES)
-            if not data:
-                self._left()
-                return
             self.heard = time.monotonic()
-            for call in self._frames.feed(data):
+            if data:
+                self._calls.extend(self._frames.feed(data))
+        except (BlockingIOError, InterruptedError):
+            return
+        except (PoolError, OSError) as e:
+            self._finish(e)
+            return
+        if data:
+            self._work()
+        else:
+            self._left()
+
+    def _work(self) -> None:
+        """Take the calls that have come, as long as the client takes the answers."""
+        try:
+            while self._calls and not self._unsent:
+                call = self._calls.popleft()
                 if self._is_greeted:
                     self._handle(call)
                 else:
                     self._greet(call)
-        except (BlockingIOError, InterruptedError):
-            return
         except (PoolError, OSError) as e:
             self._finish(e)
         except Exception as e:
@@ -320,9 +334,9 @@ class Session:
             log.exception("a call of %s failed", self.name)
 
     def _send(self, answer: Answer) -> None:
-        """What the socket does not take at once goes later; then the client is not listened to before it is gone.
+        """What the socket does not take at once goes later; the client is not listened to before it is gone.
 
-        So no more than the answers to one read and to MAX_OUTSTANDING calls ever wait.
+        So no more than one answer and those to MAX_OUTSTANDING calls ever wait.
         """
         data = frame(answer)
         if self._over.done():
@@ -353,6 +367,7 @@ class Session:
         if not self._unsent:
             self._loop.remove_writer(self._socket)
             self._loop.add_reader(self._socket, self._readable)
+            self._work()
 
 
 def _opened(serial: int, room: Room) -> RoomOpened:
