@@ -17,6 +17,7 @@ Connect = Callable[..., Client]
 DRAM = 16
 """Blocks."""
 K = keys_of("k", 40)
+METAS = [BlockMeta.of(K[index - 1] if index else None, index, [index] * 16) for index in range(40)]
 
 
 @pytest.fixture(params=["near", "far"])
@@ -55,12 +56,11 @@ def pool(conductor: Conductor, connect: Connect, tmp_path: Path, way: str) -> Cl
 
 def test_what_dram_gave_up_is_there_in_any_order(pool: Client) -> None:
     space = pool.space(SPACE)
-    put_gently(pool, K, [BlockMeta(K[index - 1] if index else None, index) for index in range(len(K))])
+    put_gently(pool, K, METAS)
     assert space.exists_many([*K, *keys_of("no", 1)]) == [True] * 40 + [False]
     assert found(space, [K[7], *keys_of("no", 2), K[0], K[39], K[3]]) == [True, False, False, True, True, True]
     assert pool.stats()["ssd_promotions"] >= 3
-    described = space.metas([K[7], K[0], K[3]])
-    assert [meta and meta.parent for meta in described] == [K[6], None, K[2]]
+    assert space.metas(K) == METAS
     targets = [bytearray(BLOCK) for _ in K]
     assert space.get_into_many(K, [[target] for target in targets]) == [True] * 40
     assert all(target == bytes_of(key).tobytes() for key, target in zip(K, targets, strict=True))
@@ -71,7 +71,7 @@ def test_a_removed_block_is_on_no_tier_and_does_not_come_back(
 ) -> None:
     with conductor.process_node("dead-0", **ssd(tmp_path)) as (node, process):
         pool = connect(node, way)
-        put_gently(pool, K)
+        put_gently(pool, K, METAS)
         assert pool.space(SPACE).remove(K[:30]) == [True] * 30
         assert pool.space(SPACE).exists_many(K) == [False] * 30 + [True] * 10
         # What is saved from now on may lie where they were.
@@ -82,6 +82,9 @@ def test_a_removed_block_is_on_no_tier_and_does_not_come_back(
         space = connect(node, way).space(SPACE)
         assert found(space, K[:30]) == [False] * 30
         assert sum(space.exists_many(keys_of("next", 20))) > 4
+        kept = [number for number, is_there in enumerate(space.exists_many(K)) if is_there]
+        assert kept
+        assert space.metas([K[number] for number in kept]) == [METAS[number] for number in kept]
 
 
 def test_a_pin_keeps_a_block_on_the_ssd_too(conductor: Conductor, connect: Connect, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ class Catalogue:
         if (block := self._blocks.resident.get(name)) is not None:
             return BlockMeta(block.parent, block.index, block.tokens)
         if (shelved := self._shelf.find(name)) is not None:
-            return BlockMeta(shelved.parent)
+            return BlockMeta(shelved.parent, shelved.index, shelved.tokens)
         return None
 
     def _remove(self, name: Name) -> int:

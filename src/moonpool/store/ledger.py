@@ -40,6 +40,8 @@ LeaseId = NewType("LeaseId", int)
 
 MAX_SPACES = 256
 MAX_RUNS = 1 << 16
+MAX_META_TOKENS = 1 << 16
+"""So that the SSD's record of a block stays small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -585,9 +587,10 @@ def _check_metas(space: KeySpace, keys: Sequence[BlockKey], metas: Sequence[Bloc
     for meta in metas:
         if meta.parent is not None and len(meta.parent) != BLOCK_KEY_BYTES:
             raise PoolError(f"the parent's key has {len(meta.parent)} bytes, not {BLOCK_KEY_BYTES}")
-        if len(meta.tokens) > 4 * space.block_tokens or len(meta.tokens) % 4:
+        most = min(space.block_tokens, MAX_META_TOKENS)
+        if len(meta.tokens) > 4 * most or len(meta.tokens) % 4:
             raise PoolError(
-                f"a block of key space {space.id} has at most {space.block_tokens} tokens of 4 bytes, "
+                f"a block of key space {space.id} is put with at most {most} tokens of 4 bytes, "
                 f"not {len(meta.tokens)} bytes of them"
             )
 

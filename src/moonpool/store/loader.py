@@ -90,7 +90,7 @@ class Loader:
         try:
             metas = [BlockMeta(keys[index - 1] if index else None, index) for index in range(leading)]
             for index, shelved in borrowed:
-                metas[index] = BlockMeta(shelved.parent, index)
+                metas[index] = BlockMeta(shelved.parent, shelved.index, shelved.tokens)
             room = self._ledger.open(owner, space, keys[:leading], metas=metas)
         except PoolError:
             shelf.give_back(borrowed_blocks)

@@ -116,6 +116,7 @@ class Shelf:
                 taken += size
                 packed = np.array(block.checksums, "<u8").tobytes()
                 shelved = Shelved(offset, block.space, name[1], block.parent, packed, size, number)
+                shelved.index, shelved.tokens = block.index, block.tokens
                 saves.blocks.append((shelved, block))
             return saves if saves.blocks or saves.removed else None
 
