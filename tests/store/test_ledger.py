@@ -265,12 +265,13 @@ class LedgerMachine(RuleBasedStateMachine):
         try:
             self.ledger.commit(client, number, checksums)
         except PoolError:
-            assert client not in room.writers or not is_right
+            assert client not in room.writers or not is_right or room.reserved is not None
             return
         assert client in room.writers
         assert is_right
+        assert room.reserved is None
         stored: set[BlockKey] = set()
-        for index in room.given if not room.ended else ():
+        for index in room.given:
             slot = room.slots[index]
             arriving = set().union(*slot.claims) if isinstance(slot, Own) else set()
             stored |= self.finish(number, index, set(RUNS) - arriving)

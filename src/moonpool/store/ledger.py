@@ -225,13 +225,13 @@ class Ledger:
             return room
 
     def commit(self, client: ClientId, number: RoomId, checksums: Sequence[int]) -> None:
-        """All blocks of this room are written (one checksum a run of those that were not readable), and it is closed.
+        """All blocks of this caching room are written (a checksum a run of those that were not readable): close it.
 
         Raises PoolError where there is no such room.
         """
         with self._lock:
             room = self._rooms.get(number)
-            if room is None or client not in room.writers:
+            if room is None or room.reserved is not None or client not in room.writers:
                 raise PoolError(f"no room {number} to commit")
             runs = room.space.runs
             own = [index for index, block in enumerate(room.blocks) if block is not None and index in room.lacking]
