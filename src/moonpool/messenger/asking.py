@@ -24,7 +24,7 @@ from moonpool.messenger.questions import (
 )
 from moonpool.messenger.transfer import Bytes
 
-SEND_BYTES = 256 << 10
+SEND_BYTES = 1 << 20
 """Summed up, then sent while it is in the processor's cache."""
 
 

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 LONGEST_SECONDS = 3600.0
 ANSWER_SECONDS = 30.0
-PIECE_BYTES = 256 << 10
+PIECE_BYTES = 1 << 20
 """Received, then summed up while it is in the processor's cache."""
 Count = Callable[[str, int], None]
 
