@@ -255,6 +255,22 @@ def test_a_writer_that_gives_up_wakes_who_waits_with_a_miss(node: NodePeer, join
     eventually(lambda: observer.stats().result(SECONDS)["used_bytes"] == 0, "its room is freed")
 
 
+def test_those_who_wait_hold_nobody_up(node: NodePeer, join: Join, space: Space) -> None:
+    writer = join(node)
+    room = writer.open_room(SPACE, K[:1]).result(SECONDS)
+    writer.stats().result(SECONDS)
+    with ThreadPoolExecutor(8) as threads:
+        until = time.monotonic() + SECONDS
+        waiting = [threads.submit(space.get, K[:1], wait_until=until) for _ in range(8)]
+        eventually(lambda: writer.stats().result(SECONDS)["watches"] == 8, "all of them wait")
+        assert space.put(K[1], bytes_of(K[1]))
+        assert not any(future.done() for future in waiting)
+        room.close()
+        for future in waiting:
+            with future.result(SECONDS) as blocks:
+                assert blocks.hits == 0
+
+
 def test_who_waits_for_a_block_that_nobody_writes_waits_for_nothing(space: Space) -> None:
     began = time.monotonic()
     with space.get(K[:1], wait_until=began + 600) as blocks:

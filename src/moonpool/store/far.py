@@ -34,8 +34,9 @@ from moonpool.wire.security import data_key
 
 T = TypeVar("T")
 
-CONNECTIONS = 4
-"""At most; they come with the work."""
+CONNECTIONS = 16
+"""At most; they come with the work. More than Messenger has to a peer: a call that waits for a writer has one to itself
+for as long, and whatever it waits for may be this client's own next call."""
 LANES = 2
 """Over which one large transfer is spread."""
 SPREAD_BYTES = 2 << 20
@@ -60,7 +61,7 @@ class FarHome:
         self._open: set[Channel] = set()
         self._taken = 0
         self._closed = False
-        self._helpers = ThreadPoolExecutor(LANES, thread_name_prefix=f"{name} of {address}")
+        self._threads = ThreadPoolExecutor(LANES, thread_name_prefix=f"{name} of {address}")
         self.node = PartId(address)
         entered = self.ask(Enter())
         assert isinstance(entered, Entered)
@@ -134,7 +135,7 @@ class FarHome:
                 channel.close()
             self._idle.clear()
             self._free.notify_all()
-        self._helpers.shutdown()
+        self._threads.shutdown()
 
     def _get(
         self,
@@ -184,7 +185,7 @@ class FarHome:
 
     def _beside(self, work: Sequence[Callable[[], T]]) -> list[T]:
         """All of it, the first in this thread; the results in order."""
-        later = [self._helpers.submit(each) for each in work[1:]]
+        later = [self._threads.submit(each) for each in work[1:]]
         try:
             return [work[0](), *(future.result() for future in later)]
         finally:
