@@ -160,10 +160,7 @@ def _replay(data: bytes, recovered: Recovered) -> dict[Name, Shelved]:
         entries[name] = entry = Shelved(
             record.offset, known.space, record.key, record.parent, record.checksums, known.slab_bytes
         )
-        if record.index:
-            entry.index = record.index
-        if record.tokens:
-            entry.tokens = record.tokens
+        entry.index, entry.tokens = record.index, record.tokens
     if bad_bytes:
         recovered.losses.append(f"{bad_bytes} bytes that are no whole record")
     if unknown:

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 LOCATE_SECONDS = 1.0
 SILENCE_SECONDS = 5.0
 """After an answer that did not come the Conductor is not asked for so long: everybody would wait for nothing."""
-KEYS_A_QUESTION = 4096
+KEYS_A_QUESTION = 2048
 MAX_OUTSTANDING = 1024
 
 
