@@ -62,6 +62,8 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
         ("log-level: INFO", "must be one of debug, error, info, warning"),
         ("log-json: perhaps", "log-json 'perhaps': must be true or false"),
         ("served-model-name: 7", "served-model-name 7: must be text"),
+        ("served-model-name: ''", "served-model-name '': must be text that is not empty"),
+        ("model: ''", "model '': must be text that is not empty"),
         ("id: 'a b'", "id 'a b': must be a name"),
         ("host: ''", "host '': must be text that is not empty"),
         ("port: 1\nport: 2", "line 2: `port` is given twice"),

@@ -223,7 +223,7 @@ RAW: list[tuple[bytes, str | None]] = [
     (b'{"model": "smollm2",}', None),
     (b'{"temperature": 1e999}', "temperature"),
     (b'{"seed": ' + b"9" * 400 + b"}", "seed"),
-    (b'{"seed": ' + b"9" * 5000 + b"}", None),
+    (b'{"seed": ' + b"9" * 5000 + b"}", "seed"),
     (b'{"messages": [{"role": "user", "content": "a\\ud800b"}]}', "messages[0].content"),
     (b'{"prompt": "\\udc00"}', "prompt"),
     (b'{"a\\ud800": 1}', "a?"),
@@ -387,7 +387,7 @@ def test_a_megabyte_in_one_line_does_not_stop_the_others(opened: Open) -> None:
                 await asyncio.sleep(0.001)
                 worst, last = max(worst, loop.time() - last), loop.time()
             error = check(await asked, 400, "prompt")
-            assert "250000 tokens" in error["message"]
+            assert "at least" in error["message"]
             assert str(CONTEXT) in error["message"]
             assert worst < 0.4, f"the event loop stood still for {worst:.3f} s"
 

@@ -228,6 +228,7 @@ class Attempts:
         tokens = event.computed_tokens + event.cached_tokens
         self._fleet.prefill[event.instance].cost.observe(tokens, event.cached_tokens, event.compute_seconds)
         if request.phase is Phase.PREFILL:
+            self._note_computed(request, now)
             unbook_prefill(request, placed, self._fleet, now)
             self.requests.move(request, Phase.MOVING)
             self.endings.may_serve = True
@@ -247,6 +248,7 @@ class Attempts:
         if found is None or found[0].phase is Phase.DECODING:
             return
         request, placed = found
+        self._note_computed(request, now)
         unbook_prefill(request, placed, self._fleet, now)
         self._fleet.decode[event.instance].join(request.id)
         self.endings.freed(request, placed)
@@ -276,6 +278,7 @@ class Attempts:
         if found is None:
             return
         request, placed = found
+        self._note_computed(request, now)
         if request.phase is Phase.DECODING:
             self._gate.decoded(now - request.joined_at)
         total = request.arrived.prompt_tokens - request.arrived.output_tokens + event.output_tokens
@@ -285,6 +288,11 @@ class Attempts:
         request = self.requests.get(event.request)
         if request is not None:
             self.endings.cancel(request, now)
+
+    def _note_computed(self, request: Request, now: float) -> None:
+        """To be told before it leaves its phase, by whichever event comes first."""
+        if request.phase is Phase.PREFILL:
+            self._gate.computed(self.requests.waiting, now)
 
     def _ask_whose(self, event: ev.PrefillFailed | ev.DecodeRefused | ev.Preempted, reason: str) -> None:
         """A request that was placed before this Conductor began: its gateway is one of those that are there.
