@@ -228,7 +228,10 @@ RAW: list[tuple[bytes, str | None]] = [
     (b'{"prompt": "\\udc00"}', "prompt"),
     (b'{"a\\ud800": 1}', "a?"),
     (b'{"user": "\xff\xfe"}', None),
+    (b"[" * 50_000, None),
     (b"[" * 200_000, None),
+    (b'{"user": ' + b"1," * 200_000 + b"}", None),
+    (b'{"seed": Infinity, "user": "' + b"," * 200_000 + b'"}', "seed"),
     (b'{"a":' * 50_000 + b"1" + b"}" * 50_000, None),
     (b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}", "messages[0]"),
 ]

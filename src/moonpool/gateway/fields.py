@@ -10,11 +10,16 @@ from typing import TypeGuard
 
 import msgspec
 
+from moonpool.gateway.outline import exceeds
 from moonpool.gateway.problem import ApiError, invalid
 
 Json = dict[str, object]
 
 INT64_MAX = (1 << 63) - 1
+MOST_CONTAINERS = 100_000
+"""Arrays and objects in a body: several times what the most messages have."""
+MOST_EXPLAINED = 100_000
+"""Values in a body that is no proper JSON: of a larger one the field at fault is not looked for."""
 
 
 class Fields:
@@ -107,6 +112,8 @@ def is_integer(value: object) -> TypeGuard[int]:
 
 def read_object(body: bytes | bytearray) -> Json:
     """The request's body. Raises ApiError."""
+    if exceeds(body, b"[{", MOST_CONTAINERS):
+        raise ApiError(400, f"the body has more than {MOST_CONTAINERS} arrays and objects", code="invalid_json")
     try:
         value = msgspec.json.decode(body)
     except RecursionError:
@@ -121,7 +128,8 @@ def read_object(body: bytes | bytearray) -> Json:
 def _explain(body: bytes | bytearray, error: msgspec.MsgspecError) -> ApiError:
     """Name the field with a lone surrogate or an unfit number; a more lenient parser finds the way to it."""
     try:
-        found = _unfit(json.loads(body, parse_int=_read_integer), "")
+        large = exceeds(body, b",", MOST_EXPLAINED)
+        found = None if large else _unfit(json.loads(body, parse_int=_read_integer), "")
     except (ValueError, RecursionError):
         found = None
     if found is None:
