@@ -18,11 +18,11 @@ from moonpool.gateway.answers import conversation_ids
 from moonpool.gateway.bodies import SMALL_BYTES, Bodies, Body
 from moonpool.gateway.config import GatewayConfig
 from moonpool.gateway.fields import read_object
-from moonpool.gateway.lane import Check, Lane
 from moonpool.gateway.outline import count_outside_strings, exceeds
 from moonpool.gateway.problem import ApiError, ClientGoneError
 from moonpool.gateway.schema import ChatMessage
 from moonpool.gateway.tokenizer import MARGIN_TOKENS, Tokenizer, TooLongError
+from moonpool.gateway.turns import Check, Turns
 from tests.gateway.conftest import Open
 from tests.gateway.kit import CONTEXT, END, HANG, Stage, run, until
 
@@ -51,8 +51,8 @@ class Shut:
 
 
 @contextlib.asynccontextmanager
-async def lane(most_waiting: int = 9) -> AsyncIterator[tuple[Lane, Shut, Bodies]]:
-    made, work, bodies = Lane("requests", 1, most_waiting), Shut(), Bodies(BODIES)
+async def one_thread(most_waiting: int = 9) -> AsyncIterator[tuple[Turns, Shut, Bodies]]:
+    made, work, bodies = Turns("requests", 1, most_waiting), Shut(), Bodies(BODIES)
     try:
         yield made, work, bodies
         made.check_integrity()
@@ -61,12 +61,12 @@ async def lane(most_waiting: int = 9) -> AsyncIterator[tuple[Lane, Shut, Bodies]
         made.close()
 
 
-# ---- a lane
+# ---- turns on threads
 
 
 def test_bodies_count_until_their_work_has_ended() -> None:
     async def test() -> None:
-        async with lane() as (made, work, bodies):
+        async with one_thread() as (made, work, bodies):
             tasks = [asyncio.create_task(made.run(body(bodies), work)) for _ in range(3)]
             await until(lambda: work.begun)
             assert (made.waiting, bodies.held) == (2, 3 * LARGE)
@@ -79,7 +79,7 @@ def test_bodies_count_until_their_work_has_ended() -> None:
 
 def test_work_that_has_not_begun_is_dropped_with_its_client() -> None:
     async def test() -> None:
-        async with lane() as (made, work, bodies):
+        async with one_thread() as (made, work, bodies):
             first, second, third = (asyncio.create_task(made.run(body(bodies), work)) for _ in range(3))
             await until(lambda: work.begun)
             second.cancel()
@@ -95,7 +95,7 @@ def test_work_that_has_not_begun_is_dropped_with_its_client() -> None:
 
 def test_work_that_has_begun_can_see_that_its_client_is_gone() -> None:
     async def test() -> None:
-        async with lane() as (made, work, bodies):
+        async with one_thread() as (made, work, bodies):
             seen: list[bool] = []
 
             def look(data: bytes | bytearray, check: Check) -> None:
@@ -118,7 +118,7 @@ def test_work_that_has_begun_can_see_that_its_client_is_gone() -> None:
 
 def test_more_than_may_wait_is_refused_and_the_body_stays_with_its_owner() -> None:
     async def test() -> None:
-        async with lane(most_waiting=1) as (made, work, bodies):
+        async with one_thread(most_waiting=1) as (made, work, bodies):
             tasks = [asyncio.create_task(made.run(body(bodies), work)) for _ in range(2)]
             await until(lambda: work.begun and made.waiting)
             with body(bodies) as another, pytest.raises(ApiError, match="1 requests wait") as refused:
@@ -132,9 +132,9 @@ def test_more_than_may_wait_is_refused_and_the_body_stays_with_its_owner() -> No
     run(test())
 
 
-def test_a_closed_lane_leaves_nobody_waiting() -> None:
+def test_closing_leaves_nobody_waiting() -> None:
     async def test() -> None:
-        async with lane() as (made, work, bodies):
+        async with one_thread() as (made, work, bodies):
             tasks = [asyncio.create_task(made.run(body(bodies), work)) for _ in range(2)]
             await until(lambda: work.begun)
             made.close()

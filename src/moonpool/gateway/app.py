@@ -20,10 +20,10 @@ from moonpool.core.vocabulary import PartKind
 from moonpool.errors import PeerUnavailableError
 from moonpool.gateway.completions import Completions, Desk
 from moonpool.gateway.front import Front
-from moonpool.gateway.lane import Check
 from moonpool.gateway.meters import Meters
 from moonpool.gateway.presence import unless, until_gone
 from moonpool.gateway.problem import ApiError
+from moonpool.gateway.turns import Check
 from moonpool.wire.security import is_loopback
 
 T = TypeVar("T")

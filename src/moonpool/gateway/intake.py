@@ -20,7 +20,6 @@ from moonpool.gateway.bodies import SMALL_BYTES, Body
 from moonpool.gateway.config import GatewayConfig
 from moonpool.gateway.fields import INT64_MAX, read_object
 from moonpool.gateway.generation import chains_of
-from moonpool.gateway.lane import Check, Lane
 from moonpool.gateway.problem import beyond_context, invalid
 from moonpool.gateway.schema import (
     Ask,
@@ -31,6 +30,7 @@ from moonpool.gateway.schema import (
     read_tokenize,
 )
 from moonpool.gateway.tokenizer import Tokenizer, TooLongError
+from moonpool.gateway.turns import Check, Turns
 from moonpool.wire.messages import Sampling
 
 SMALL_THREADS = 2
@@ -69,8 +69,8 @@ class Intake:
         self._tokenizer = tokenizer
         self._answers = answers
         self._limits = Limits(config.served_model_name, tokenizer.vocabulary, config.max_prompts)
-        self._small = Lane("small requests", SMALL_THREADS, config.max_concurrent)
-        self._large = Lane("large requests", LARGE_THREADS, max(config.max_concurrent // 2, 1))
+        self._small = Turns("small requests", SMALL_THREADS, config.max_concurrent)
+        self._large = Turns("large requests", LARGE_THREADS, max(config.max_concurrent // 2, 1))
         """Those that wait here have seats: half of the seats stay for the small ones."""
 
     @property
@@ -88,8 +88,8 @@ class Intake:
 
     async def run(self, body: Body, work: Callable[[Bytes, Check], T]) -> T:
         """`work` is one of the methods below. It is dropped when this is cancelled. Raises ApiError."""
-        lane = self._small if len(body) <= SMALL_BYTES else self._large
-        return await lane.run(body, work)
+        turns = self._small if len(body) <= SMALL_BYTES else self._large
+        return await turns.run(body, work)
 
     # ---- on threads; all raise ApiError
 

@@ -28,7 +28,7 @@ Check = Callable[[], None]
 T = TypeVar("T")
 
 
-class Lane:
+class Turns:
     """First come, first served, on `threads` threads. To be used on one event loop."""
 
     def __init__(self, name: str, threads: int, most_waiting: int) -> None:
