@@ -1,80 +1,74 @@
-"""Moonpool's pool as a side of `make bench-store`, through `moonpool.store.client`.
+"""Moonpool's pool as a side of `make bench-store`, through its public client.
 
-Arguments: the node's Unix socket, bytes of the walk.
+Arguments: the node's Unix socket, or `host:port` of its data address; bytes of the walk.
 """
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Sequence
 
 from moonpool.bench.walk import Bytes, Call, serve
-from moonpool.core.vocabulary import BlockKey, KeySpace, KeySpaceId
-from moonpool.messenger.transfer import checksum
-from moonpool.store.client import NodeClient
+from moonpool.core.vocabulary import BlockKey
+from moonpool.store import Client, Space, key_of
 
-SECONDS = 30.0
+RUN_BYTES = 1 << 20
+"""Blocks are of runs of at most that, with a checksum each, as those of a model are."""
 
 
 class PoolSide:
-    def __init__(self, where: str) -> None:
-        self._client = NodeClient.connect(where, name="bench", incarnation="1")
+    def __init__(self, address: str) -> None:
+        self._client = Client.connect(address, name="bench")
 
     def put(self, keys: Sequence[str], pieces: Sequence[Bytes]) -> Call:
-        space, client, names = _space(pieces[0].nbytes), self._client, _keys(keys)
-
-        def call() -> None:
-            with client.open_room(space, names).result(SECONDS) as room:
-                for index, piece in enumerate(pieces):
-                    view = room.view(index)
-                    assert view is not None
-                    view[:] = piece
-                    sums = [checksum(run) for run in piece.reshape(space.runs, -1)]
-                    client.complete(room, [(index, 0, space.runs)], sums)
-
-        return call
+        space, names, good = self._space(pieces[0].nbytes), _keys(keys), [True] * len(keys)
+        if len(names) == 1:
+            return lambda: _expect("put", [space.put(names[0], pieces[0])], good)
+        return lambda: _expect("put_many", space.put_many(names, pieces), good)
 
     def get(self, keys: Sequence[str], pieces: Sequence[Bytes]) -> Call:
-        space, client, names = _space(pieces[0].nbytes), self._client, _keys(keys)
-
-        def call() -> None:
-            with client.lease(space, names).result(SECONDS) as lease:
-                for view, piece in zip(lease.views, pieces, strict=True):
-                    piece[:] = view
-
-        return call
+        space, names, good = self._space(pieces[0].nbytes), _keys(keys), [True] * len(keys)
+        targets = [[piece] for piece in pieces]
+        if len(names) == 1:
+            return lambda: _expect("get_into", [space.get_into(names[0], targets[0])], good)
+        return lambda: _expect("get_into_many", space.get_into_many(names, targets), good)
 
     def view(self, keys: Sequence[str], size: int) -> Call:
-        space, client, names = _space(size), self._client, _keys(keys)
+        space, names = self._space(size), _keys(keys)
 
         def call() -> None:
-            with client.lease(space, names).result(SECONDS) as lease:
-                assert len(lease.views) == len(names)
+            with space.get(names) as blocks:
+                _expect("get", [view is not None for view in blocks], [True] * len(names))
 
         return call
 
     def exists(self, keys: Sequence[str], size: int) -> Call:
-        return self.view(keys, size)
+        space, names, good = self._space(size), _keys(keys), [True] * len(keys)
+        if len(names) == 1:
+            return lambda: _expect("exists", [space.exists(names[0])], good)
+        return lambda: _expect("exists_many", space.exists_many(names), good)
 
     def remove(self, keys: Sequence[str], size: int) -> None:
-        pass
+        _expect("remove", self._space(size).remove(_keys(keys)), [True] * len(keys))
 
     def saved_bytes(self) -> float:
         """Written to the node's SSDs since its start."""
-        return self._client.stats().result(SECONDS)["ssd_written_bytes"]
+        return self._client.stats()["ssd_written_bytes"]
 
     def close(self) -> None:
         self._client.close()
 
-
-def _space(size: int) -> KeySpace:
-    runs = max(1, size >> 20)
-    return KeySpace(KeySpaceId(f"{size:032x}"), 64, runs, size // runs)
+    def _space(self, size: int) -> Space:
+        return self._client.space(f"bench of {size}", block_bytes=size, layers=max(1, size // RUN_BYTES))
 
 
 def _keys(names: Sequence[str]) -> list[BlockKey]:
-    return [BlockKey(hashlib.sha256(name.encode()).digest()[:16]) for name in names]
+    return [key_of(name) for name in names]
+
+
+def _expect(call: str, outcomes: Sequence[bool], good: Sequence[bool]) -> None:
+    if outcomes != good:
+        raise RuntimeError(f"{call} did {sum(outcomes)} of {len(good)} blocks")
 
 
 if __name__ == "__main__":

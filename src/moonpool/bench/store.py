@@ -36,6 +36,8 @@ SIZES = (64 * KIB, MIB, 8 * MIB)
 BLOCK = 8 * MIB
 """Of the comparisons with raw sockets and raw files."""
 MASTER_SECONDS = 20.0
+TABLE_COLUMNS = 120
+"""Where nobody says how wide the output is."""
 
 Sides = dict[str, Worker]
 
@@ -55,6 +57,8 @@ def main() -> int:
     options = _options()
     plan = QUICK if options.quick else Plan(repetitions=options.repetitions)
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = TABLE_COLUMNS
     figures = Figures(plan.walk_bytes)
     peer, lack = (None, "left out") if options.quick or options.no_peer else _peer(console)
     try:
@@ -62,11 +66,11 @@ def main() -> int:
             above = Path(options.ssd_dir) if options.ssd_dir else home()
             disk = _measure(figures, plan, peer, Path(folder), above, progress)
     except MoonpoolError as error:
-        console.print(f"[red]the bench failed:[/] {error}", soft_wrap=True)
+        console.print(f"the bench failed: {error}", soft_wrap=True, markup=False)
         return 1
     for table in figures.tables():
         console.print(table)
-    console.print(f"SSD: {disk}" + (f"\nno Mooncake Store: {lack}" if lack else ""), soft_wrap=True)
+    console.print(f"SSD: {disk}" + (f"\nwithout Mooncake Store: {lack}" if lack else ""), soft_wrap=True, markup=False)
     env = {"cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
     env |= {"ssd": disk, "peer": lack or f"Mooncake Store {VERSION}"}
     print("RESULT " + json.dumps({"bars": bars(figures, lack), "env": env}))
@@ -87,7 +91,7 @@ def _peer(console: Console) -> tuple[Peer | None, str]:
     try:
         return set_up(console), ""
     except PeerMissingError as error:
-        console.print(f"[yellow]without Mooncake Store:[/] {error}", soft_wrap=True)
+        console.print(f"without Mooncake Store: {error}", soft_wrap=True, markup=False)
         return None, str(error)
 
 
