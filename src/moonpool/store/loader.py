@@ -15,10 +15,11 @@ from moonpool.core.vocabulary import BlockKey, BlockMeta, KeySpace, KeySpaceId
 from moonpool.errors import PoolError
 from moonpool.store.arena import Arena
 from moonpool.store.blocks import Block, Name
-from moonpool.store.disks import Disks, Load
+from moonpool.store.disks import Disks
 from moonpool.store.extents import page_aligned
 from moonpool.store.index import Shelved
 from moonpool.store.ledger import Ledger
+from moonpool.store.reads import Load
 from moonpool.store.rooms import ClientId, Room
 
 LOAD_SECONDS = 5.0
