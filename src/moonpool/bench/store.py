@@ -55,7 +55,7 @@ QUICK = Plan(walk_bytes=2 * BLOCK, repetitions=1, exists_calls=32)
 
 def main() -> int:
     options = _options()
-    plan = QUICK if options.quick else Plan(repetitions=options.repetitions)
+    plan = QUICK if options.quick else Plan(options.walk * MIB, options.repetitions)
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = TABLE_COLUMNS
@@ -82,8 +82,15 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a smoke test of some seconds, without the peer")
     parser.add_argument("--no-peer", action="store_true", help="this pool and the raw limits alone")
     parser.add_argument("--repetitions", type=int, default=Plan().repetitions, help="walks of each kind (%(default)s)")
+    parser.add_argument("--walk", type=_blocks, default=256, help="MiB of a walk, whole blocks of 8 (%(default)s)")
     parser.add_argument("--ssd-dir", help="a directory on the disk to be measured (Moonpool's cache directory)")
     return parser.parse_args()
+
+
+def _blocks(mib: str) -> int:
+    if int(mib) < 8 or int(mib) % 8:
+        raise argparse.ArgumentTypeError(f"{mib}: must be a multiple of 8")
+    return int(mib)
 
 
 def _peer(console: Console) -> tuple[Peer | None, str]:
