@@ -5,7 +5,8 @@ from __future__ import annotations
 import secrets
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from moonpool.messenger.questions import Enter, Entered, Question, Refused, Repl
 from moonpool.messenger.transfer import Bytes
 from moonpool.store.calls import Caller
 from moonpool.store.client import enter, open_socket
+from moonpool.store.copying import Crew, Work, piece_bytes
 from moonpool.store.home import Held, Layers, Wait
 from moonpool.store.messages import (
     Answer,
@@ -55,6 +57,7 @@ class NearHome:
             raise PoolError(f"the node at {path} did not let {name} in: {e}") from None
         self._readable = self._arena.view()
         self._readable.flags.writeable = False
+        self._crew = Crew()
         self._caller = Caller(sock, frames, self.node, self._dispose)
         entered = self.ask(Enter())
         assert isinstance(entered, Entered)
@@ -79,14 +82,16 @@ class NearHome:
         )
         assert isinstance(room, RoomOpened)
         try:
-            sums: list[int] = []
-            for offset, pieces in zip(room.offsets, sources, strict=True):
-                if offset is not None:
-                    sums += _fill(self._arena[offset : offset + space.block_bytes], pieces, space.run_bytes)
-            if not sums:
+            size = space.block_bytes
+            filled = [
+                (self._arena[offset : offset + size], pieces)
+                for offset, pieces in zip(room.offsets, sources, strict=True)
+                if offset is not None
+            ]
+            if not filled:
                 self._caller.post(CloseRoom(room.room))
             else:
-                data = pack_sums(sums)
+                data = pack_sums(self._fill(filled, space))
                 self._caller.call(lambda serial: Commit(serial, room.room, data), self._timeout + SLACK_SECONDS)
         except BaseException:
             self._caller.post(CloseRoom(room.room))
@@ -115,15 +120,37 @@ class NearHome:
     ) -> list[bool]:
         held = self.get(space, keys, layers, wait)
         try:
-            for view, pieces in zip(held.views, targets, strict=True):
-                if view is not None:
-                    _spread(view, pieces)
+            pairs = [(view, pieces) for view, pieces in zip(held.views, targets, strict=True) if view is not None]
+            cut = piece_bytes(len(pairs) * layers[1] * space.run_bytes)
+            self._crew.run([work for view, pieces in pairs for work in _spreading(view, pieces, cut)])
         finally:
             held.close()
         return [view is not None for view in held.views]
 
     def close(self) -> None:
         self._caller.close()
+        self._crew.close()
+
+    def _fill(self, blocks: Sequence[tuple[Bytes, Sequence[Bytes]]], space: KeySpace) -> list[int]:
+        """Copy into blocks what is to be theirs; the checksums of their runs, block after block."""
+        runs, run_bytes = space.runs, space.run_bytes
+        sums = [0] * (len(blocks) * runs)
+        step = max(1, piece_bytes(len(blocks) * space.block_bytes) // run_bytes)
+
+        def fill(at: int, target: Bytes, pieces: Sequence[Bytes]) -> None:
+            found = _fill(target, pieces, run_bytes)
+            sums[at : at + len(found)] = found
+
+        work: list[Work] = []
+        for number, (block, pieces) in enumerate(blocks):
+            if len(pieces) > 1:
+                work.append(partial(fill, number * runs, block, pieces))
+                continue
+            for run in range(0, runs, step):
+                chosen = slice(run * run_bytes, (run + step) * run_bytes)
+                work.append(partial(fill, number * runs + run, block[chosen], [pieces[0][chosen]]))
+        self._crew.run(work)
+        return sums
 
     def _dispose(self, answer: Answer) -> None:
         match answer:
@@ -147,8 +174,11 @@ def _fill(block: Bytes, pieces: Sequence[Bytes], run_bytes: int) -> list[int]:
     return digests.checksums
 
 
-def _spread(view: Bytes, pieces: Sequence[Bytes]) -> None:
+def _spreading(view: Bytes, pieces: Sequence[Bytes], cut: int) -> Iterator[Work]:
+    """Copies of a block into the pieces, one behind the other, each of at most `cut` bytes."""
     at = 0
     for piece in pieces:
-        np.copyto(piece, view[at : at + piece.nbytes])
+        for start in range(0, piece.nbytes, cut):
+            part = piece[start : start + cut]
+            yield partial(np.copyto, part, view[at + start : at + start + part.nbytes])
         at += piece.nbytes
