@@ -39,6 +39,8 @@ from moonpool.wire.messages import Envelope, Located, Message
 
 log = logging.getLogger(__name__)
 
+ANNOUNCE_SECONDS = 0.005
+"""From one announcement to the next: the directory may be so far behind while many blocks come and go."""
 EXPIRY_SECONDS = 0.5
 """How often rooms and leases are looked through for those whose time is over."""
 BATCHES = 4
@@ -163,6 +165,7 @@ class _Node:
         self._messenger = messenger
         self._loop = asyncio.get_running_loop()
         self._pending = asyncio.Event()
+        self._is_pending = False
         self._loads: set[asyncio.Task[None]] = set()
         self.ledger = Ledger(
             arena.extents, link.me.id, link.me.incarnation, self._on_pending, self._on_room_ended, eviction
@@ -265,6 +268,7 @@ class _Node:
         while True:
             await self._pending.wait()
             self._pending.clear()
+            self._is_pending = False
             while (message := self.ledger.next_announcement()) is not None:
                 try:
                     await self._link.send(self.membership.conductor, message)
@@ -275,6 +279,8 @@ class _Node:
                     is_reachable = False
                 else:
                     is_reachable = True
+            # What becomes of the next few blocks goes together: a message a block would cost more than the block.
+            await asyncio.sleep(ANNOUNCE_SECONDS)
 
     async def _expire(self) -> None:
         absences = Absences()
@@ -289,7 +295,10 @@ class _Node:
             self.disks.check(time.monotonic())
 
     def _on_pending(self) -> None:
-        self._on_loop(self._pending.set)
+        # Under the ledger's lock. The loop is woken once, not for each block.
+        if not self._is_pending:
+            self._is_pending = True
+            self._on_loop(self._pending.set)
 
     def _on_room_ended(self, client: ClientId, room: RoomId) -> None:
         self._on_loop(lambda: self.clients.room_ended(client, room))
