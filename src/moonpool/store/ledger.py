@@ -529,6 +529,7 @@ class Ledger:
         if room is not None:
             self._rooms[room.id] = room
             self._counts["rooms_opened"] += 1
+            self.shelf.pressed()
         return room
 
     def _complete(self, room: Room, index: int, first: int, checksums: Sequence[int]) -> None:
