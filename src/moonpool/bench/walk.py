@@ -89,10 +89,10 @@ class Walk:
                 if not np.array_equal(self._buffers.source, self._buffers.target):
                     raise ValueError(f"the store gave other bytes for {name} than were put")
                 return timed
-            case "view":
-                return _timed([self._side.view(keys[i : i + batch], size) for i in starts])
-            case "exists":
-                chosen = [self._side.exists(keys[i : i + batch], size) for i in starts]
+            case "view" | "exists" as do:
+                prepare = self._side.view if do == "view" else self._side.exists
+                chosen = [prepare(keys[i : i + batch], size) for i in starts]
+                # As many for each size of block.
                 return _timed([chosen[turn % len(chosen)] for turn in range(int(order["calls"]))])
             case "remove":
                 self._side.remove(keys, size)
