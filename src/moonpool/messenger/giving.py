@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 LONGEST_SECONDS = 3600.0
 ANSWER_SECONDS = 30.0
 PIECE_BYTES = 1 << 20
-"""Received, then summed up while it is in the processor's cache."""
+"""Received, then summed up."""
 Count = Callable[[str, int], None]
 
 
@@ -59,10 +59,9 @@ def give(channel: Channel, store: Store, request: GetBlocks, count: Count) -> No
         copies = [] if is_whole else [xxhash.xxh3_64_intdigest(pack_sums(sums)) for sums in gift.checksums]
         header = Given(found, pack_sums(sums), metas, pack_sums(copies))
         channel.send_header(header, until, more=bool(present))
-        for position, block in enumerate(present):
-            piece = block[chosen.start * run_bytes : chosen.stop * run_bytes]
-            channel.send(piece, until, more=position + 1 < len(present))
-            count("bytes_out", piece.nbytes)
+        pieces = [block[chosen.start * run_bytes : chosen.stop * run_bytes] for block in present]
+        channel.send_all(pieces, until)
+        count("bytes_out", sum(piece.nbytes for piece in pieces))
     finally:
         gift.close()
     count("gets", 1)

@@ -178,9 +178,8 @@ class TcpServer:
             parts = [block[header.first_byte : end] for block in blocks]
             answer = Blocks(len(blocks), block_bytes, tuple(departure.checksums))
             channel.send_header(answer, until, more=bool(parts))
-            for position, part in enumerate(parts):
-                channel.send(part, until, more=position + 1 < len(parts))
-                self._count("bytes_out", part.nbytes)
+            channel.send_all(parts, until)
+            self._count("bytes_out", sum(part.nbytes for part in parts))
         finally:
             departure.close()
         self._count("reads", 1)
