@@ -36,7 +36,10 @@ _MAGIC = b"moonpool data 1\n"
 _NONCE_BYTES = 32
 _MAC_BYTES = 32
 LIMIT_SLACK = 0.05
-"""A system call may wait this much past the deadline (s); the limit is told to the kernel only so often."""
+"""A system call may wait this much past the deadline (s)."""
+LONGEST_WAIT = 0.5
+"""Of one system call (s), which is made again while there is time. So the kernel is told its limit once, and anew only
+for the last moments before a deadline: telling it costs as much as a small frame."""
 _TIMEVAL = struct.Struct("ll")
 _LENGTH = struct.Struct("<I")
 _WELCOME = b"+"
@@ -117,7 +120,15 @@ class Channel:
 
     def send(self, data: Bytes | bytes | memoryview, until: float, more: bool = False) -> None:
         """`more` tells the kernel that further bytes follow at once."""
-        self.send_all([data], until, more)
+        view = data.data if isinstance(data, np.ndarray) else memoryview(data)
+        while len(view):
+            is_last = len(view) <= PIECE_BYTES and not more
+            self._wait_at_most(until, socket.SO_SNDTIMEO)
+            try:
+                sent = self._socket.send(view[:PIECE_BYTES], 0 if is_last else socket.MSG_MORE)
+            except BlockingIOError:
+                continue
+            view = view[sent:]
 
     def send_all(self, parts: Sequence[Bytes | bytes | memoryview], until: float, more: bool = False) -> None:
         """One behind the other, many small ones in one system call: the calls are most of what a small one costs."""
@@ -224,9 +235,10 @@ class Channel:
         seconds = until - time.monotonic()
         if seconds <= 0:
             raise TimeoutError("the deadline has passed")
-        if not seconds <= self._limits[which] <= seconds + LIMIT_SLACK:
-            self._limits[which] = seconds + LIMIT_SLACK
-            whole, part = divmod(self._limits[which], 1)
+        wanted = min(seconds, LONGEST_WAIT)
+        if not wanted <= self._limits[which] <= wanted + LIMIT_SLACK:
+            self._limits[which] = limit = min(wanted + LIMIT_SLACK, LONGEST_WAIT)
+            whole, part = divmod(limit, 1)
             self._socket.setsockopt(socket.SOL_SOCKET, which, _TIMEVAL.pack(int(whole), int(part * 1e6)))
 
 
