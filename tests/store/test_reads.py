@@ -25,7 +25,7 @@ def load_of(offset: int, runs: int, run_bytes: int, volume: int = 0) -> tuple[Lo
     content = np.random.default_rng(offset).integers(0, 256, page_aligned(space.block_bytes), np.uint8)
     sums = [checksum(run) for run in content[: space.block_bytes].reshape(runs, -1)]
     key = BlockKey(offset.to_bytes(16, "little"))
-    shelved = Shelved(offset, space, key, None, np.array(sums, "<u8").tobytes(), volume)
+    shelved = Shelved(offset, space, key, None, np.array(sums, "<u8").tobytes(), content.nbytes, volume)
     return Load(shelved, np.zeros_like(content), lambda *_: None), content
 
 
