@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -142,7 +143,11 @@ def test_the_directory_hears_of_each_tier(conductor: Conductor, join: Join, tmp_
     eventually(lambda: stats(client)["ssd_evictions"] > 0, "the SSD is full")
 
     def is_heard() -> bool:
-        known, now = directory_of(conductor.messages((Snapshot, BlocksStored, BlocksRemoved))), stats(client)
+        messages, before = conductor.messages((Snapshot, BlocksStored, BlocksRemoved)), stats(client)
+        time.sleep(0.1)
+        known, now = directory_of(messages), stats(client)
+        if messages != conductor.messages((Snapshot, BlocksStored, BlocksRemoved)) or before != now:
+            return False
         return len(known[Tier.DRAM]) == now["blocks"] and len(known[Tier.SSD]) == now["ssd_blocks"]
 
     # A snapshot stands for whatever was not announced yet.
