@@ -23,8 +23,12 @@ Seconds = Annotated[float, Meta(gt=0, le=86400 * 30, extra=SECONDS)]
 
 
 class ModelConfig(Struct, frozen=True):
-    model: Annotated[str, Meta(description="`smollm2`, a local Hugging Face directory, or a hub id")] = "smollm2"
-    served_model_name: Annotated[str | None, Meta(description="the name clients use (default: the model's)")] = None
+    model: Annotated[str, Meta(min_length=1, description="`smollm2`, a local Hugging Face directory, or a hub id")] = (
+        "smollm2"
+    )
+    served_model_name: Annotated[
+        Annotated[str, Meta(min_length=1)] | None, Meta(description="the name clients use (default: the model's)")
+    ] = None
     engine: Annotated[
         Literal["torch", "timed"], Meta(description="what computes: torch, or timed (sleeps by a cost model)")
     ] = "torch"

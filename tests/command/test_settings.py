@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.command.settings import duration, keys_of, read_config, size
@@ -62,6 +62,8 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
         ("log-level: INFO", "must be one of debug, error, info, warning"),
         ("log-json: perhaps", "log-json 'perhaps': must be true or false"),
         ("served-model-name: 7", "served-model-name 7: must be text"),
+        ("served-model-name: ''", "served-model-name '': must be text that is not empty"),
+        ("model: ''", "model '': must be text that is not empty"),
         ("id: 'a b'", "id 'a b': must be a name"),
         ("host: ''", "host '': must be text that is not empty"),
         ("port: 1\nport: 2", "line 2: `port` is given twice"),
@@ -109,6 +111,7 @@ def test_units() -> None:
     assert [duration(text) for text in ("7", "30s", "200ms", "1.5m", "2h")] == [7, 30, 0.2, 90, 7200]
 
 
+@settings(deadline=None)
 @given(st.text(max_size=12))
 def test_any_text_as_a_value_is_taken_or_refused_in_one_line(text: str) -> None:
     for key in ("dram-per-node", "slo-ttft", "port", "policy", "id"):

@@ -510,6 +510,22 @@ def test_the_queue_bound_gives_429_at_once_with_a_computed_wait() -> None:
     assert kinds(d.tell(arrival("known", attempt=2))) == ["ReserveRoom"], "an accepted request always has a place"
 
 
+def test_the_wait_follows_how_fast_a_long_queue_has_gone_down() -> None:
+    """Prompts that share a chunk each take all of its time, and yet leave together."""
+    d = desk(queue_bound=8, decode=3)
+    places = [d.place(arrival(f"r{i}", tokens=100)) for i in range(8)]
+    for turn in range(10):
+        d.wait(4.0)
+        for i, place in enumerate(places):
+            d.tell(ev.PrefillDone(place.request, place.attempt, place.prefill.id, 100, 0, 0.0, 4.0))
+            d.tell(finished(place))
+            places[i] = d.place(arrival(f"r{turn}-{i}", tokens=100))
+    (reject,) = d.tell(arrival("late", tokens=100))
+    assert isinstance(reject, act.Reject)
+    assert reject.retry_after is not None
+    assert 2.0 <= reject.retry_after < 6.0, "half of the queue leaves in 2 s; one by one it would take 16"
+
+
 def test_early_rejection_by_ttft_and_by_tbt() -> None:
     d = desk(slo=Slo(ttft=2.0), decode=2)
     d.place(arrival("a", tokens=800))

@@ -167,6 +167,13 @@ class AgainstSets(RuleBasedStateMachine):
         expected.sort(key=lambda pair: (-pair[1], pair[0]))
         assert self.directory.match(Chain(space, tuple(keys))) == expected
 
+    @rule(space=st.sampled_from(SPACES), keys=SUBSET)
+    def holders(self, space: KeySpaceId, keys: tuple[BlockKey, ...]) -> None:
+        assert self.directory.holders(space, keys) == [
+            tuple(sorted(n for n, blocks in self.model.items() if any((space, tier, key) in blocks for tier in Tier)))
+            for key in keys
+        ]
+
     def teardown(self) -> None:
         self.patched.undo()
 

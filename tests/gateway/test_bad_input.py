@@ -223,12 +223,15 @@ RAW: list[tuple[bytes, str | None]] = [
     (b'{"model": "smollm2",}', None),
     (b'{"temperature": 1e999}', "temperature"),
     (b'{"seed": ' + b"9" * 400 + b"}", "seed"),
-    (b'{"seed": ' + b"9" * 5000 + b"}", None),
+    (b'{"seed": ' + b"9" * 5000 + b"}", "seed"),
     (b'{"messages": [{"role": "user", "content": "a\\ud800b"}]}', "messages[0].content"),
     (b'{"prompt": "\\udc00"}', "prompt"),
     (b'{"a\\ud800": 1}', "a?"),
     (b'{"user": "\xff\xfe"}', None),
+    (b"[" * 50_000, None),
     (b"[" * 200_000, None),
+    (b'{"user": ' + b"1," * 200_000 + b"}", None),
+    (b'{"seed": Infinity, "user": "' + b"," * 200_000 + b'"}', "seed"),
     (b'{"a":' * 50_000 + b"1" + b"}" * 50_000, None),
     (b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}", "messages[0]"),
 ]
@@ -387,7 +390,7 @@ def test_a_megabyte_in_one_line_does_not_stop_the_others(opened: Open) -> None:
                 await asyncio.sleep(0.001)
                 worst, last = max(worst, loop.time() - last), loop.time()
             error = check(await asked, 400, "prompt")
-            assert "250000 tokens" in error["message"]
+            assert "at least" in error["message"]
             assert str(CONTEXT) in error["message"]
             assert worst < 0.4, f"the event loop stood still for {worst:.3f} s"
 

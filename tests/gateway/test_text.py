@@ -165,13 +165,15 @@ def turn(*texts: str) -> tuple[ChatMessage, ...]:
 
 def test_known_answers_keep_their_ids(tokenizer: Tokenizer) -> None:
     odd = [tokenizer.encode(c, special_tokens=False)[0] for c in "Hello"]
-    prompt = conversation_ids(tokenizer, turn("Hi"), {})
-    again = conversation_ids(tokenizer, turn("Hi", "Hello", "And?", "Hello", "So?"), {1: tuple(odd), 3: tuple(odd)})
+    prompt = conversation_ids(tokenizer, turn("Hi"), {}, 2048)
+    again = conversation_ids(
+        tokenizer, turn("Hi", "Hello", "And?", "Hello", "So?"), {1: tuple(odd), 3: tuple(odd)}, 2048
+    )
     assert again[: len(prompt) + len(odd)] == [*prompt, *odd]
     plain = tokenizer.render(turn("Hi", "Hello", "And?", "Hello", "So?"))
     assert tokenizer.decode(again, skip_special=False) == plain
     assert again != tokenizer.encode(plain, special_tokens=False)
-    assert conversation_ids(tokenizer, turn("Hi", "Hello"), {}) == tokenizer.encode(
+    assert conversation_ids(tokenizer, turn("Hi", "Hello"), {}, 2048) == tokenizer.encode(
         tokenizer.render(turn("Hi", "Hello")), special_tokens=False
     )
 
@@ -190,7 +192,7 @@ def test_a_template_that_changes_contents_is_tokenized_as_text(
         other = Tokenizer.load(tmp_path)
         messages = turn("Hi", "Hello", "x", "Yes")
         expected = other.encode(other.render(messages), special_tokens=False)
-        assert conversation_ids(other, messages, {1: (5, 6), 3: (7,)}) == expected
+        assert conversation_ids(other, messages, {1: (5, 6), 3: (7,)}, 2048) == expected
 
 
 def test_the_memory_is_bounded_and_keeps_salts_apart() -> None:

@@ -1,17 +1,22 @@
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
 from moonpool.core.vocabulary import NodePeer
+from moonpool.store import Client
 from moonpool.store.client import NodeClient
 
-from .kit import SECONDS, Conductor
+from .kit import SECONDS, Conductor, DecidingConductor
+
+C = TypeVar("C", bound=Conductor)
 
 
 @pytest.fixture
@@ -23,8 +28,20 @@ def run_dir() -> Iterator[Path]:
 
 @pytest.fixture
 def conductor(run_dir: Path) -> Iterator[Conductor]:
-    before = set(threading.enumerate())
-    conductor = Conductor(run_dir)
+    with clean(Conductor(run_dir)) as conductor:
+        yield conductor
+
+
+@pytest.fixture
+def deciding(run_dir: Path) -> Iterator[DecidingConductor]:
+    with clean(DecidingConductor(run_dir)) as conductor:
+        yield conductor
+
+
+@contextlib.contextmanager
+def clean(conductor: C) -> Iterator[C]:
+    """Nothing is left of it afterwards, and the books of its nodes are right."""
+    run_dir, before = conductor.run_dir, conductor.before
     try:
         yield conductor
         for node in conductor.nodes.values():
@@ -58,6 +75,21 @@ def join(conductor: Conductor) -> Iterator[Callable[..., NodeClient]]:
         client = NodeClient.connect(node.socket_path, name=name, incarnation=f"{len(clients)}")
         clients.append(client)
         return client
+
+    yield connect
+    for client in clients:
+        client.close()
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[..., Client]]:
+    """Clients of the pool, `near` or `far`, that are closed at the end of the test."""
+    clients: list[Client] = []
+
+    def connect(node: NodePeer, way: str, **options: Any) -> Client:
+        address = node.socket_path if way == "near" else node.data_address
+        clients.append(Client.connect(address, **{"timeout": SECONDS, **options}))
+        return clients[-1]
 
     yield connect
     for client in clients:

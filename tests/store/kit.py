@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from moonpool.core.actions import FleetChanged, FleetPart, ReleaseRoom, ReserveRoom
+from moonpool.core.conductor import ConductorConfig
 from moonpool.core.events import Registered, RoomConfirmed, RoomRefused
 from moonpool.core.vocabulary import (
     BlockKey,
@@ -31,6 +32,7 @@ from moonpool.core.vocabulary import (
     Peer,
     RequestId,
 )
+from moonpool.live.conductor import run_conductor
 from moonpool.messenger.transfer import Bytes, RoomWrite, checksum
 from moonpool.store.client import NodeClient, Room
 from moonpool.store.node import NodeConfig, run_node
@@ -112,6 +114,7 @@ class Conductor:
     """Answers registrations, keeps what it hears, and hosts nodes on its event loop."""
 
     def __init__(self, run_dir: Path, token: str | None = None) -> None:
+        self.before = set(threading.enumerate())
         self.run_dir = run_dir
         self.token = token
         self.heard: list[Envelope] = []
@@ -238,13 +241,45 @@ class Conductor:
             envelope = await self.link.receive()
             if isinstance(envelope.body, Registered) and envelope.body.kind is PartKind.NODE:
                 r = envelope.body
-                peer = NodePeer(r.peer.id, r.peer.incarnation, r.peer.address, r.data_address, r.socket_path)
-                self.link.post(r.peer, FleetChanged(r.peer, (GATEWAY_PART,), (peer,), (), 0))
-                with self._changed:
-                    self.nodes[r.peer.id] = peer
-            with self._changed:
-                self.heard.append(envelope)
-                self._changed.notify_all()
+                self.link.post(r.peer, FleetChanged(r.peer, (GATEWAY_PART,), (_node_peer(r),), (), 0))
+            self._note(envelope)
+
+    def _note(self, envelope: Envelope) -> None:
+        with self._changed:
+            if isinstance(envelope.body, Registered) and envelope.body.kind is PartKind.NODE:
+                self.nodes[envelope.body.peer.id] = _node_peer(envelope.body)
+            self.heard.append(envelope)
+            self._changed.notify_all()
+
+
+class DecidingConductor(Conductor):
+    """The real one, whose messages are listened to."""
+
+    def silence(self) -> None:
+        """It says nothing more, and hears nothing."""
+
+        async def cancel() -> None:
+            self._tasks[0].cancel()
+
+        self._on_loop(cancel())
+
+    async def _receive(self) -> None:
+        await run_conductor(_Tapped(self.link, self._note), ConductorConfig(), seed=0)
+
+
+class _Tapped(Link):
+    def __init__(self, link: Link, note: Callable[[Envelope], None]) -> None:
+        self.__dict__.update(vars(link))
+        self._note = note
+
+    async def receive(self) -> Envelope:
+        envelope = await super().receive()
+        self._note(envelope)
+        return envelope
+
+
+def _node_peer(r: Registered) -> NodePeer:
+    return NodePeer(r.peer.id, r.peer.incarnation, r.peer.address, r.data_address, r.socket_path)
 
 
 def open_descriptors() -> int:

@@ -12,10 +12,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from moonpool.core.events import BlocksRemoved, BlocksStored, Snapshot
 from moonpool.core.vocabulary import BlockKey, Incarnation, KeySpace, KeySpaceId, PartId, RequestId
 from moonpool.errors import PoolError
+from moonpool.messenger.questions import LEASED, NO, PINNED, YES
 from moonpool.messenger.transfer import TAIL
+from moonpool.store.catalogue import Place
 from moonpool.store.extents import PAGE_BYTES, Extents
 from moonpool.store.ledger import Claim, Lease, Ledger
+from moonpool.store.pins import PIN_SHARE
 from moonpool.store.rooms import ClientId, Room, RoomId, Waiter
+from moonpool.store.watches import Watch
 from tests.soak import often
 
 from .kit import keys_of
@@ -29,6 +33,8 @@ RUNS = range(SPACE.runs)
 clients = st.integers(1, 2).map(ClientId)
 requests = st.tuples(st.just(RequestId("r")), st.integers(1, 2))
 prompts = st.tuples(st.sampled_from(CHAINS), st.integers(0, 5)).map(lambda choice: choice[0][: choice[1]])
+ALL = sorted({key for chain in CHAINS for key in chain})
+blocks = st.lists(st.sampled_from(ALL), max_size=4, unique=True)
 tails = st.sampled_from([0, 3])
 picks = st.integers(0, 1000)
 
@@ -55,6 +61,8 @@ class ModelRoom:
     readers: set[ClientId] = field(default_factory=set)
     waiters: dict[Waiter, ClientId] = field(default_factory=dict)
     ended: bool = False
+    given: tuple[int, ...] = ()
+    """Indices of the blocks that it got space for."""
 
     @property
     def own(self) -> list[Own]:
@@ -84,6 +92,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.leases: dict[int, tuple[Lease, list[BlockKey]]] = {}
         self.claims: list[tuple[Claim, RoomId, Own | None, set[int]]] = []
         self.lingering: list[Own] = []
+        self.pinned: set[BlockKey] = set()
+        self.watches: dict[Watch, set[BlockKey]] = {}
         self.seq = 0
         self.answers: dict[Waiter, bool] = {}
         """What each waiter that was answered should have got: the room, or a miss."""
@@ -94,7 +104,13 @@ class LedgerMachine(RuleBasedStateMachine):
         pins = Counter(key for _, keys in self.leases.values() for key in keys)
         for room in self.rooms.values():
             pins.update(room.pinned)
+        pins.update(self.pinned)
         return pins
+
+    def is_filling(self, key: BlockKey) -> bool:
+        """Somebody may still make it readable."""
+        rooms = [room for room in self.rooms.values() if not room.ended]
+        return key not in self.resident and any(own.key == key for room in rooms for own in room.own)
 
     def used(self) -> int:
         return len(self.resident) + sum(len(room.own) for room in self.rooms.values()) + len(self.lingering)
@@ -137,7 +153,8 @@ class LedgerMachine(RuleBasedStateMachine):
                 slots[index] = key
             else:
                 slots[index] = Own(key) if index in given else None
-        return ModelRoom(slots), max(0, len(given) - free)
+        own = tuple(index for index in given if index != TAIL)
+        return ModelRoom(slots, given=own), max(0, len(given) - free)
 
     def leave(self, number: RoomId, client: ClientId) -> None:
         room = self.rooms[number]
@@ -225,6 +242,41 @@ class LedgerMachine(RuleBasedStateMachine):
         model.writers.add(client)
         self.rooms[room.id] = model
         self.listen(set(), evicted)
+
+    @rule(client=clients, keys=blocks)
+    def open_each(self, client: ClientId, keys: list[BlockKey]) -> None:
+        expected = self.open(keys, 0, whole=True)
+        try:
+            room = self.ledger.open_each(client, SPACE, keys, ())
+        except PoolError:
+            assert expected is None
+            return
+        assert expected is not None
+        model, evicted = expected
+        model.writers.add(client)
+        self.rooms[room.id] = model
+        self.listen(set(), evicted)
+
+    @precondition(lambda self: self.rooms)
+    @rule(pick=picks, client=clients, is_right=st.sampled_from([True, True, False]))
+    def commit(self, pick: int, client: ClientId, is_right: bool) -> None:
+        number, room = self.pick_room(pick)
+        checksums = [7] * (len(room.given) * len(RUNS) + (not is_right))
+        try:
+            self.ledger.commit(client, number, checksums)
+        except PoolError:
+            assert client not in room.writers or not is_right or room.reserved is not None
+            return
+        assert client in room.writers
+        assert is_right
+        assert room.reserved is None
+        stored: set[BlockKey] = set()
+        for index in room.given:
+            slot = room.slots[index]
+            arriving = set().union(*slot.claims) if isinstance(slot, Own) else set()
+            stored |= self.finish(number, index, set(RUNS) - arriving)
+        self.leave(number, client)
+        self.listen(stored, 0)
 
     @rule(client=clients, request=requests)
     def join(self, client: ClientId, request: tuple[RequestId, int]) -> None:
@@ -331,6 +383,61 @@ class LedgerMachine(RuleBasedStateMachine):
         assert all(block.is_complete for block in lease.blocks)
         self.leases[lease.id] = (lease, keys[:leading])
 
+    @rule(client=clients, keys=blocks)
+    def lease_each(self, client: ClientId, keys: list[BlockKey]) -> None:
+        lease, found = self.ledger.lease_each(client, SPACE, keys)
+        assert [block and block.key for block in found] == [key if key in self.resident else None for key in keys]
+        self.leases[lease.id] = (lease, [key for key in keys if key in self.resident])
+
+    @rule(keys=blocks)
+    def pin(self, keys: list[BlockKey]) -> None:
+        here = {key for key in keys if key in self.resident}
+        try:
+            outcomes = self.ledger.pins.pin([(SPACE.id, key) for key in keys], 5.0)
+        except PoolError:
+            assert len(self.pinned | here) > PAGES * PIN_SHARE
+            return
+        self.pinned |= here
+        assert len(self.pinned) <= PAGES * PIN_SHARE
+        assert outcomes == [key in here for key in keys]
+
+    @rule(keys=blocks)
+    def unpin(self, keys: list[BlockKey]) -> None:
+        assert self.ledger.pins.unpin([(SPACE.id, key) for key in keys]) == [key in self.pinned for key in keys]
+        self.pinned -= set(keys)
+
+    @rule(now=st.sampled_from([4.0, 6.0]))
+    def expire_pins(self, now: float) -> None:
+        assert self.ledger.pins.expire(now) == (len(self.pinned) if now > 5 else 0)
+        if now > 5:
+            self.pinned.clear()
+
+    @rule(keys=blocks)
+    def remove(self, keys: list[BlockKey]) -> None:
+        pins, removed = self.pins(), 0
+        for key, outcome in zip(keys, self.ledger.catalogue.remove(SPACE.id, keys), strict=True):
+            if key not in self.resident:
+                assert outcome == NO
+            elif key in self.pinned:
+                assert outcome == PINNED
+            elif pins[key]:
+                assert outcome == LEASED
+            else:
+                assert outcome == YES
+                removed += 1
+        self.listen(set(), removed)
+
+    @rule(keys=blocks)
+    def watch(self, keys: list[BlockKey]) -> None:
+        self.watches[self.ledger.watches.watch([(SPACE.id, key) for key in keys])] = set(keys)
+
+    @precondition(lambda self: self.watches)
+    @rule(pick=picks)
+    def end_watch(self, pick: int) -> None:
+        watch = list(self.watches)[pick % len(self.watches)]
+        del self.watches[watch]
+        self.ledger.watches.end(watch)
+
     @precondition(lambda self: self.leases)
     @rule(pick=picks, client=clients)
     def release(self, pick: int, client: ClientId) -> None:
@@ -432,6 +539,16 @@ class LedgerMachine(RuleBasedStateMachine):
             assert not any(waiter.done() for waiter in room.waiters)
 
     @invariant()
+    def watches_end_with_the_last_writer(self) -> None:
+        for watch, keys in self.watches.items():
+            keys -= {key for key in keys if not self.is_filling(key)}
+            assert watch.done() == (not keys)
+        for key in ALL:
+            place = self.ledger.catalogue.places(SPACE.id, [key])[0]
+            assert (place is Place.DRAM) == (key in self.resident)
+            assert place is not Place.FILLING or self.is_filling(key)
+
+    @invariant()
     def no_two_blocks_share_bytes(self) -> None:
         rooms: list[Room] = list(self.ledger._rooms.values())
         own = [block.offset for room in rooms for block in room.own()]
@@ -445,6 +562,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for client in range(1, 4):
             self.ledger.leave_all(ClientId(client))
         self.ledger.expire(1e9)
+        self.ledger.pins.expire(1e9)
         self.ledger.check_integrity()
         counters = self.ledger.counters()
         assert (counters["rooms"], counters["leases"], counters["transfers"]) == (0, 0, 0)

@@ -193,9 +193,14 @@ def test_two_clients_put_the_same_key(conductor: Conductor, node: NodePeer, join
     assert (stats["used_bytes"], stats["blocks"]) == (2 * BLOCK, 2)
     with one.lease(SPACE, keys).result(SECONDS) as lease:
         assert [bytes(view) for view in lease.views] == [bytes(bytes_of(key)) for key in keys]
+
+    def announced() -> int:
+        return sum(len(stored.keys) for stored in conductor.messages(BlocksStored))
+
+    eventually(lambda: announced() == 2, "both keys are announced")
     conductor.tell(node, SendSnapshot(node))
     conductor.wait_for(Snapshot, lambda s: s.seq > 0)
-    assert sum(len(stored.keys) for stored in conductor.messages(BlocksStored)) == 2
+    assert announced() == 2
 
 
 def test_the_directory_hears_everything_in_order(conductor: Conductor, node: NodePeer, join: Join) -> None:

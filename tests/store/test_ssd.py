@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -140,6 +141,17 @@ def test_the_directory_hears_of_each_tier(conductor: Conductor, join: Join, tmp_
         for key in keys_of(name, 10):
             put(client, [key])
     eventually(lambda: stats(client)["ssd_evictions"] > 0, "the SSD is full")
+
+    def is_heard() -> bool:
+        messages, before = conductor.messages((Snapshot, BlocksStored, BlocksRemoved)), stats(client)
+        time.sleep(0.1)
+        known, now = directory_of(messages), stats(client)
+        if messages != conductor.messages((Snapshot, BlocksStored, BlocksRemoved)) or before != now:
+            return False
+        return len(known[Tier.DRAM]) == now["blocks"] and len(known[Tier.SSD]) == now["ssd_blocks"]
+
+    # A snapshot stands for whatever was not announced yet.
+    eventually(is_heard, "all of it is announced")
     conductor.tell(node, SendSnapshot(node))
     conductor.wait_for(Snapshot, lambda s: s.seq > 0)
     *before, snapshot = conductor.messages((Snapshot, BlocksStored, BlocksRemoved))

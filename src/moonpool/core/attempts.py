@@ -235,6 +235,7 @@ class Attempts:
         tokens = event.computed_tokens + event.cached_tokens
         self._fleet.prefill[event.instance].cost.observe(tokens, event.cached_tokens, event.compute_seconds)
         if request.phase is Phase.PREFILL:
+            self._note_computed(request, now)
             unbook_prefill(request, placed, self._fleet, now)
             self.requests.move(request, Phase.MOVING)
             self.endings.may_serve = True
@@ -254,6 +255,7 @@ class Attempts:
         if found is None or found[0].phase is Phase.DECODING:
             return
         request, placed = found
+        self._note_computed(request, now)
         unbook_prefill(request, placed, self._fleet, now)
         self._fleet.decode[event.instance].join(request.id)
         self.endings.freed(request, placed)
@@ -286,6 +288,7 @@ class Attempts:
         if found is None:
             return
         request, placed = found
+        self._note_computed(request, now)
         gateway = request.arrived.gateway
         self._out.append(act.ExpectEnd(event.request, event.attempt, gateway))
         if request.phase is Phase.DECODING:
@@ -301,6 +304,11 @@ class Attempts:
     def _if_unknown(self, event: ev.PrefillFailed | ev.DecodeRefused | ev.Preempted, reason: str) -> None:
         if self._adoption.is_unknown(event):
             self._adoption.failed(event, reason)
+
+    def _note_computed(self, request: Request, now: float) -> None:
+        """To be told before it leaves its phase, by whichever event comes first."""
+        if request.phase is Phase.PREFILL:
+            self._gate.computed(self.requests.waiting, now)
 
     # Late copies and copies of other attempts find nothing here
 

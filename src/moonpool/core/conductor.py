@@ -6,6 +6,8 @@ Pure: no clock, no I/O. The driver stamps `now`, performs the actions and feeds 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from moonpool.core import actions as act
 from moonpool.core import events as ev
 from moonpool.core.attempts import Attempts
@@ -16,7 +18,7 @@ from moonpool.core.replication import order_copies
 from moonpool.core.requests import Phase, Request
 from moonpool.core.settings import ConductorConfig, Decisions
 from moonpool.core.state import ConductorState, describe
-from moonpool.core.vocabulary import PartId, PartKind, Peer, RequestId
+from moonpool.core.vocabulary import BlockKey, KeySpaceId, NodePeer, PartId, PartKind, Peer, RequestId
 
 __all__ = ["Conductor", "ConductorConfig", "Decisions"]
 
@@ -60,6 +62,11 @@ class Conductor:
     def describe(self, now: float) -> ConductorState:
         attempts = self._attempts
         return describe(self._config, self._fleet, self._directory, attempts.requests, attempts.endings.decisions, now)
+
+    def holders(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> list[tuple[NodePeer, ...]]:
+        """Of each block the nodes that have it, as far as the directory knows."""
+        nodes = self._fleet.nodes
+        return [tuple(nodes[node].peer for node in found) for found in self._directory.holders(space, keys)]
 
     def parts(self) -> tuple[Peer, ...]:
         """Who is there now, in order of registration."""

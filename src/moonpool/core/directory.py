@@ -142,6 +142,10 @@ class Directory:
             found.append(dict.fromkeys(self._nodes(fast), Tier.DRAM) | dict.fromkeys(self._nodes(slow), Tier.SSD))
         return found
 
+    def holders(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> list[tuple[PartId, ...]]:
+        """Of each block by itself the nodes that have it in any tier, by id."""
+        return [tuple(node for node, _ in self.match(Chain(space, (key,)))) for key in keys]
+
     def health(self, node: PartId) -> IndexHealth:
         return self._holders[node].health
 

@@ -6,9 +6,11 @@ All times are seconds, all sizes bytes, all lengths tokens unless the name says 
 from __future__ import annotations
 
 import enum
-from typing import NewType
+import struct
+from collections.abc import Sequence
+from typing import Annotated, NewType
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 RequestId = NewType("RequestId", str)
 """Unique in the cluster's life: the gateway's incarnation and a counter."""
@@ -54,6 +56,26 @@ class KeySpace(Struct, frozen=True):
 
     def tail_run_bytes(self, tokens: int) -> int:
         return self.run_bytes * tokens // self.block_tokens
+
+
+class BlockMeta(Struct, frozen=True, array_like=True):
+    """What a block is part of; kept with it, and all of it optional."""
+
+    parent: BlockKey | None = None
+    """Of the block before it in its prompt: without it a block is no use to a prompt, so it goes first (`eviction`)."""
+    index: Annotated[int, Meta(ge=0, le=1 << 32)] = 0
+    """In its prompt."""
+    tokens: bytes = b""
+    """The token ids, as little-endian u32; at most `block_tokens` of them."""
+
+    @classmethod
+    def of(cls, parent: BlockKey | None = None, index: int = 0, tokens: Sequence[int] = ()) -> BlockMeta:
+        """Raises struct.error for a token id outside u32."""
+        return cls(parent, index, struct.pack(f"<{len(tokens)}I", *tokens))
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return struct.unpack(f"<{len(self.tokens) // 4}I", self.tokens)
 
 
 class Slo(Struct, frozen=True):

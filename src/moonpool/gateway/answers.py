@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from msgspec.structs import replace
 
 from moonpool.gateway.schema import Messages
-from moonpool.gateway.tokenizer import Tokenizer
+from moonpool.gateway.tokenizer import Tokenizer, TooLongError
 
 TOKENS_PER_ANSWER = 512
 """The memory holds at most this many tokens times its number of answers."""
@@ -67,16 +67,47 @@ class AnswerMemory:
 
 
 def conversation_ids(
-    tokenizer: Tokenizer, messages: Messages, known: dict[int, tuple[int, ...]], *, generation_prompt: bool = True
+    tokenizer: Tokenizer,
+    messages: Messages,
+    known: dict[int, tuple[int, ...]],
+    most: int,
+    *,
+    generation_prompt: bool = True,
 ) -> list[int]:
     """Token ids of the rendered conversation, with the ids of `known` messages (by index) in their places.
 
     The template is rendered with marks in their stead; if that changes anything but the contents themselves, the
-    whole is tokenized as plain text.
+    whole is tokenized as plain text. Raises TooLongError where a part of it shows that there are more than `most`.
     """
     plain = tokenizer.render(messages, generation_prompt=generation_prompt)
-    if not known:
-        return tokenizer.encode(plain, special_tokens=False)
+    pieces = _around(tokenizer, messages, list(known), plain, generation_prompt) if known else None
+    if pieces is None:
+        return tokenizer.encode_up_to(plain, most, special_tokens=False)
+    ids: list[int] = []
+    for piece, answer in zip(pieces, (*known.values(), ()), strict=True):
+        if len(ids) > most:
+            raise TooLongError(len(ids))
+        if piece:
+            ids += _encode_after(tokenizer, len(ids), piece, most)
+        ids += answer
+    return ids
+
+
+def _encode_after(tokenizer: Tokenizer, before: int, text: str, most: int) -> list[int]:
+    """`most` counts the tokens `before` too."""
+    try:
+        return tokenizer.encode_up_to(text, most - before, special_tokens=False)
+    except TooLongError as e:
+        raise TooLongError(before + e.at_least) from None
+
+
+def _around(
+    tokenizer: Tokenizer, messages: Messages, known: Sequence[int], plain: str, generation_prompt: bool
+) -> list[str] | None:
+    """What the template writes before, between and after the `known` messages; None if they do not appear as they are.
+
+    `plain` is the rendered conversation.
+    """
     nonce = secrets.token_hex(8)
     marks = {i: f"\ue000{nonce}.{i}\ue001" for i in known}
     marked = tokenizer.render(
@@ -84,17 +115,14 @@ def conversation_ids(
         generation_prompt=generation_prompt,
     )
     pieces: list[str] = []
-    rest = marked
+    at = 0
     for mark in marks.values():
-        piece, found, rest = rest.partition(mark)
-        if not found:
-            return tokenizer.encode(plain, special_tokens=False)
-        pieces.append(piece)
-    joined = "".join(piece + messages[i].content for piece, i in zip(pieces, known, strict=True)) + rest
-    if joined != plain:
-        return tokenizer.encode(plain, special_tokens=False)
-    ids: list[int] = []
-    for piece, i in zip(pieces, known, strict=True):
-        ids += tokenizer.encode(piece, special_tokens=False) if piece else []
-        ids += known[i]
-    return ids + (tokenizer.encode(rest, special_tokens=False) if rest else [])
+        found = marked.find(mark, at)
+        if found < 0:
+            return None
+        pieces.append(marked[at:found])
+        at = found + len(mark)
+    pieces.append(marked[at:])
+    contents = [messages[i].content for i in known]
+    joined = "".join(text for pair in zip(pieces, (*contents, ""), strict=True) for text in pair)
+    return pieces if joined == plain else None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import importlib.metadata
 import time
+from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -18,9 +21,12 @@ from moonpool.errors import PeerUnavailableError
 from moonpool.gateway.completions import Completions, Desk
 from moonpool.gateway.front import Front
 from moonpool.gateway.meters import Meters
+from moonpool.gateway.presence import unless, until_gone
 from moonpool.gateway.problem import ApiError
+from moonpool.gateway.turns import Check
 from moonpool.wire.security import is_loopback
 
+T = TypeVar("T")
 Part = tuple[str, str, dict[str, float]]
 """Id, kind, counters."""
 
@@ -79,18 +85,26 @@ class Pages:
         return _json(self._model())
 
     async def tokenize(self, request: Request) -> Response:
-        desk = self._desk
-        body = await desk.bodies.read(request.headers, request.receive)
-        ids, asked = await desk.intake.on_thread(partial(desk.intake.tokenize, body))
-        names = [desk.tokenizer.token_name(i) for i in ids] if asked.strings else None
+        context = self._desk.cluster.fleet.context_tokens
+        found = await self._take_in(request, partial(self._desk.intake.tokenize, context_tokens=context))
         return _json(
-            {"count": len(ids), "max_model_len": desk.cluster.fleet.context_tokens, "tokens": ids, "token_strs": names}
+            {"count": len(found.ids), "max_model_len": context, "tokens": found.ids, "token_strs": found.names}
         )
 
     async def detokenize(self, request: Request) -> Response:
+        context = self._desk.cluster.fleet.context_tokens
+        return _json(
+            {"prompt": await self._take_in(request, partial(self._desk.intake.detokenize, context_tokens=context))}
+        )
+
+    async def _take_in(self, request: Request, work: Callable[[bytes | bytearray, Check], T]) -> T:
         desk = self._desk
-        body = await desk.bodies.read(request.headers, request.receive)
-        return _json({"prompt": await desk.intake.on_thread(partial(desk.intake.detokenize, body))})
+        with await desk.bodies.read(request.headers, request.receive) as body:
+            gone = asyncio.create_task(until_gone(request.receive))
+            try:
+                return await unless(gone, desk.intake.run(body, work))
+            finally:
+                gone.cancel()
 
     async def cluster(self, request: Request) -> Response:
         """The Conductor's state with this gateway's numbers; 503 within 2 s when it does not answer."""

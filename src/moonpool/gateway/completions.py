@@ -8,7 +8,7 @@ import hashlib
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from moonpool.core.vocabulary import RejectReason, Slo
 from moonpool.gateway.answers import AnswerMemory
-from moonpool.gateway.bodies import Bodies
+from moonpool.gateway.bodies import Bodies, Body
 from moonpool.gateway.choice import Choice
 from moonpool.gateway.cluster import Cluster
 from moonpool.gateway.config import GatewayConfig
@@ -25,6 +25,7 @@ from moonpool.gateway.exchange import DRAIN_SECONDS, Exchange
 from moonpool.gateway.front import LABEL, SUMMARY, respond
 from moonpool.gateway.generation import Job
 from moonpool.gateway.intake import Intake, Intended
+from moonpool.gateway.presence import unless, until_gone
 from moonpool.gateway.problem import invalid, refused
 from moonpool.gateway.replies import Shape, usage_of
 from moonpool.gateway.seats import Seats
@@ -62,13 +63,13 @@ class Completions:
         slo = _read_slo(headers, desk.config.slo)
         desk.seats.check()
         body = await desk.bodies.read(headers, receive)  # without a seat: a client that sends nothing must not hold one
-        with desk.seats.take() as booking:
+        with body, desk.seats.take() as booking:
             if not desk.cluster.fleet.context_tokens:
                 raise refused(RejectReason.NO_INSTANCE, desk.cluster.fleet.lacks or "the cluster is not ready", 1.0)
             exchange = Exchange(desk.cluster, desk.answers if self._chat else None)
             watch = asyncio.create_task(_watch(receive, exchange.lose_client))
             try:
-                intended = await self._intend(body)
+                intended = await unless(watch, self._intend(body))
                 exchange.check_client()
                 booking.extend(len(intended.prompts) - 1)
                 self._submit(exchange, intended, slo, arrived, scope[LABEL])
@@ -78,12 +79,10 @@ class Completions:
                 watch.cancel()
                 scope[SUMMARY] = _summary(exchange)
 
-    async def _intend(self, body: bytes) -> Intended:
-        desk = self._desk
-        read = desk.intake.chat if self._chat else desk.intake.completion
-        return await desk.intake.on_thread(
-            partial(read, body, desk.cluster.fleet.context_tokens, desk.cluster.fleet.spaces)
-        )
+    def _intend(self, body: Body) -> Coroutine[object, object, Intended]:
+        intake, cluster = self._desk.intake, self._desk.cluster
+        read = intake.chat if self._chat else intake.completion
+        return intake.run(body, partial(read, context_tokens=cluster.fleet.context_tokens, spaces=cluster.fleet.spaces))
 
     def _submit(self, exchange: Exchange, intended: Intended, slo: Slo, arrived: float, label: str) -> None:
         desk = self._desk
@@ -126,10 +125,9 @@ def fingerprint(desk: Desk) -> str:
     return "fp_" + hashlib.sha256(known.encode()).hexdigest()[:12]
 
 
-async def _watch(receive: Receive, gone: Callable[[], None]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    gone()
+async def _watch(receive: Receive, lose_client: Callable[[], None]) -> None:
+    await until_gone(receive)
+    lose_client()
 
 
 @contextlib.contextmanager

@@ -11,12 +11,12 @@ from moonpool.gateway.answers import AnswerMemory
 from moonpool.gateway.choice import Choice, Delta, Drawn
 from moonpool.gateway.cluster import Cluster
 from moonpool.gateway.generation import Cancelled, Refused
+from moonpool.gateway.presence import CLIENT_GONE
 from moonpool.gateway.problem import ApiError, ClientGoneError, refused
 from moonpool.gateway.replies import DONE, Shape
 
 DRAIN_SECONDS = 5.0
 """After the deadline, for a reader that is nearly through."""
-CLIENT_GONE = "the client went away"
 
 
 class Exchange:

@@ -10,11 +10,16 @@ from typing import TypeGuard
 
 import msgspec
 
+from moonpool.gateway.outline import exceeds
 from moonpool.gateway.problem import ApiError, invalid
 
 Json = dict[str, object]
 
 INT64_MAX = (1 << 63) - 1
+MOST_CONTAINERS = 100_000
+"""Arrays and objects in a body: several times what the most messages have."""
+MOST_EXPLAINED = 100_000
+"""Values in a body that is no proper JSON: of a larger one the field at fault is not looked for."""
 
 
 class Fields:
@@ -105,8 +110,10 @@ def is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def read_object(body: bytes) -> Json:
+def read_object(body: bytes | bytearray) -> Json:
     """The request's body. Raises ApiError."""
+    if exceeds(body, b"[{", MOST_CONTAINERS):
+        raise ApiError(400, f"the body has more than {MOST_CONTAINERS} arrays and objects", code="invalid_json")
     try:
         value = msgspec.json.decode(body)
     except RecursionError:
@@ -118,10 +125,11 @@ def read_object(body: bytes) -> Json:
     return value
 
 
-def _explain(body: bytes, error: msgspec.MsgspecError) -> ApiError:
-    """Name the field with a lone surrogate or an infinite number; a more lenient parser finds the way to it."""
+def _explain(body: bytes | bytearray, error: msgspec.MsgspecError) -> ApiError:
+    """Name the field with a lone surrogate or an unfit number; a more lenient parser finds the way to it."""
     try:
-        found = _unfit(json.loads(body), "")
+        large = exceeds(body, b",", MOST_EXPLAINED)
+        found = None if large else _unfit(json.loads(body, parse_int=_read_integer), "")
     except (ValueError, RecursionError):
         found = None
     if found is None:
@@ -130,10 +138,15 @@ def _explain(body: bytes, error: msgspec.MsgspecError) -> ApiError:
     return invalid(where, f"{where} {what}", "invalid_json")
 
 
+def _read_integer(digits: str) -> int:
+    """Python refuses to read the longest integers; anything beyond 64 bits is as unfit as they are."""
+    return int(digits[:32])
+
+
 def _unfit(value: object, where: str) -> tuple[str, str] | None:
     match value:
         case str():
-            if any("\ud800" <= c <= "\udfff" for c in value):
+            if not _is_text(value):
                 return where, "holds a lone surrogate, which is not text"
         case float():
             if not math.isfinite(value):
@@ -153,6 +166,14 @@ def _unfit(value: object, where: str) -> tuple[str, str] | None:
                 if found := _unfit(member, f"{where}[{i}]"):
                     return found
     return None
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_among(value: object, neutral: tuple[object, ...]) -> bool:

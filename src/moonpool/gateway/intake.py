@@ -1,14 +1,14 @@
 """From a request's body to the jobs that the cluster is asked for: parsing, template, tokens, keys, limits.
 
-All of it may take long (a prompt of a megabyte: half a second), so it runs on threads and not on the event loop.
+All of it may take long (a prompt of a megabyte: half a second), so it runs on threads and not on the event loop; and
+large bodies have a thread of their own, so that small ones need not wait for them. What is too long is known to be so
+from its beginning: the work for one text is bounded by the limit that it must keep, not by the text.
 """
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from msgspec import Struct
@@ -16,26 +16,30 @@ from msgspec.structs import replace
 
 from moonpool.core.vocabulary import Chain, KeySpace
 from moonpool.gateway.answers import AnswerMemory, conversation_ids
+from moonpool.gateway.bodies import SMALL_BYTES, Body
 from moonpool.gateway.config import GatewayConfig
 from moonpool.gateway.fields import INT64_MAX, read_object
 from moonpool.gateway.generation import chains_of
-from moonpool.gateway.problem import invalid
+from moonpool.gateway.problem import beyond_context, invalid
 from moonpool.gateway.schema import (
     Ask,
     Limits,
-    Messages,
-    TokenizeRequest,
     read_chat,
     read_completion,
     read_detokenize,
     read_tokenize,
 )
-from moonpool.gateway.tokenizer import Tokenizer
+from moonpool.gateway.tokenizer import Tokenizer, TooLongError
+from moonpool.gateway.turns import Check, Turns
 from moonpool.wire.messages import Sampling
 
-THREADS = 2
+SMALL_THREADS = 2
+LARGE_THREADS = 1
+MOST_COUNTED = 1 << 16
+"""Tokens that /tokenize and /detokenize take, and more where the context is longer."""
 
 T = TypeVar("T")
+Bytes = bytes | bytearray
 
 
 class Prompt(Struct, frozen=True):
@@ -53,48 +57,89 @@ class Intended(Struct, frozen=True):
     prompts: tuple[Prompt, ...]
 
 
+class Tokenized(Struct, frozen=True):
+    ids: list[int]
+    names: list[str] | None
+    """As the vocabulary spells them, where that was asked for."""
+
+
 class Intake:
     def __init__(self, config: GatewayConfig, tokenizer: Tokenizer, answers: AnswerMemory) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._answers = answers
         self._limits = Limits(config.served_model_name, tokenizer.vocabulary, config.max_prompts)
-        self._threads = ThreadPoolExecutor(THREADS, "intake")
+        self._small = Turns("small requests", SMALL_THREADS, config.max_concurrent)
+        self._large = Turns("large requests", LARGE_THREADS, max(config.max_concurrent // 2, 1))
+        """Those that wait here have seats: half of the seats stay for the small ones."""
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have been read and wait for a thread."""
+        return self._small.waiting + self._large.waiting
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._small.close()
+        self._large.close()
 
-    async def on_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    def check_integrity(self) -> None:
+        self._small.check_integrity()
+        self._large.check_integrity()
 
-    def chat(self, body: bytes, context_tokens: int, spaces: Sequence[KeySpace]) -> Intended:
-        """Raises ApiError, like the other methods."""
+    async def run(self, body: Body, work: Callable[[Bytes, Check], T]) -> T:
+        """`work` is one of the methods below. It is dropped when this is cancelled. Raises ApiError."""
+        turns = self._small if len(body) <= SMALL_BYTES else self._large
+        return await turns.run(body, work)
+
+    # ---- on threads; all raise ApiError
+
+    def chat(self, body: Bytes, check: Check, *, context_tokens: int, spaces: Sequence[KeySpace]) -> Intended:
         request = read_chat(read_object(body), self._limits)
-        ids = self.conversation(request.ask.salt, request.messages)
+        known = self._answers.recall_all(request.ask.salt, request.messages)
+        check()
+        try:
+            ids = conversation_ids(self._tokenizer, request.messages, known, context_tokens - 1)
+        except TooLongError as e:
+            raise beyond_context("messages", e.count, context_tokens) from None
         return Intended(request.ask, (self._prompt(ids, "messages", request.ask, context_tokens, spaces),))
 
-    def completion(self, body: bytes, context_tokens: int, spaces: Sequence[KeySpace]) -> Intended:
-        request = read_completion(read_object(body), self._limits)
+    def completion(self, body: Bytes, check: Check, *, context_tokens: int, spaces: Sequence[KeySpace]) -> Intended:
+        request = read_completion(read_object(body), self._limits, context_tokens)
         prompts = []
         for i, prompt in enumerate(request.prompts):
-            ids = self._tokenizer.encode(prompt, special_tokens=True) if isinstance(prompt, str) else prompt
+            check()
             where = "prompt" if len(request.prompts) == 1 else f"prompt[{i}]"
+            ids = self._ids(prompt, where, context_tokens) if isinstance(prompt, str) else prompt
             prompts.append(self._prompt(ids, where, request.ask, context_tokens, spaces))
         return Intended(request.ask, tuple(prompts))
 
-    def tokenize(self, body: bytes) -> tuple[list[int], TokenizeRequest]:
+    def tokenize(self, body: Bytes, check: Check, *, context_tokens: int) -> Tokenized:
         request = read_tokenize(read_object(body), self._limits)
+        check()
         if isinstance(request.prompt, str):
-            return self._tokenizer.encode(request.prompt, special_tokens=request.special_tokens), request
-        text = self._tokenizer.render(request.prompt, generation_prompt=request.generation_prompt)
-        return self._tokenizer.encode(text, special_tokens=request.special_tokens), request
+            field, text = "prompt", request.prompt
+        else:
+            field = "messages"
+            text = self._tokenizer.render(request.prompt, generation_prompt=request.generation_prompt)
+        most = max(MOST_COUNTED, context_tokens)
+        try:
+            ids = self._tokenizer.encode_up_to(text, most, special_tokens=request.special_tokens)
+        except TooLongError as e:
+            raise invalid(field, f"{field} has {e.count} tokens, and at most {most} are counted") from None
+        if len(ids) > most:
+            raise invalid(field, f"{field} has {len(ids)} tokens, and at most {most} are counted")
+        return Tokenized(ids, [self._tokenizer.token_name(i) for i in ids] if request.strings else None)
 
-    def detokenize(self, body: bytes) -> str:
-        tokens = read_detokenize(read_object(body), self._limits)
+    def detokenize(self, body: Bytes, check: Check, *, context_tokens: int) -> str:
+        tokens = read_detokenize(read_object(body), self._limits, max(MOST_COUNTED, context_tokens))
+        check()
         return self._tokenizer.decode(tokens, skip_special=False)
 
-    def conversation(self, salt: str, messages: Messages) -> list[int]:
-        return conversation_ids(self._tokenizer, messages, self._answers.recall_all(salt, messages))
+    def _ids(self, prompt: str, where: str, context_tokens: int) -> list[int]:
+        try:
+            return self._tokenizer.encode_up_to(prompt, context_tokens - 1, special_tokens=True)
+        except TooLongError as e:
+            raise beyond_context(where, e.count, context_tokens) from None
 
     def _prompt(
         self, ids: Sequence[int], where: str, ask: Ask, context_tokens: int, spaces: Sequence[KeySpace]
@@ -109,18 +154,10 @@ class Intake:
         return Prompt(tokens, chains_of(tokens, spaces, ask.salt), replace(ask.sampling, seed=seed, max_tokens=most))
 
     def _max_tokens(self, prompt: int, where: str, ask: Ask, context: int) -> int:
-        code = "context_length_exceeded"
         if prompt >= context:
-            message = (
-                f"{where} has {prompt} tokens, and the context of this model is {context} tokens, prompt and output"
-            )
-            raise invalid(where.partition("[")[0], message, code)
+            raise beyond_context(where, prompt, context)
         if ask.max_tokens is None:
             return min(context - prompt, self._config.default_max_tokens)
         if prompt + ask.max_tokens > context:
-            message = (
-                f"{where} has {prompt} tokens and max_tokens is {ask.max_tokens}: {prompt + ask.max_tokens} in all, "
-                f"but the context of this model is {context} tokens"
-            )
-            raise invalid(where.partition("[")[0], message, code)
+            raise beyond_context(where, prompt, context, ask.max_tokens, ask.max_tokens_field)
         return ask.max_tokens

@@ -68,3 +68,21 @@ def refused(reason: RejectReason, message: str, retry_after: float | None) -> Ap
         headers["retry-after"] = str(max(1, math.ceil(retry_after)))
     code = "context_length_exceeded" if reason is RejectReason.CONTEXT else reason.value.replace("-", "_")
     return ApiError(status, message, code=code, headers=headers)
+
+
+def beyond_context(
+    where: str, prompt: int | str, context: int, output: int = 0, output_field: str | None = None
+) -> ApiError:
+    """400: `prompt` tokens (or words for them, as `at least 5000`) and `output` more do not fit into `context`.
+
+    `output_field` named the output; None: it is the default. `param` is the prompt's field.
+    """
+    if not output or isinstance(prompt, str):
+        message = f"{where} has {prompt} tokens, and the context of this model is {context} tokens, prompt and output"
+    else:
+        given = f"{output_field} is {output}" if output_field else f"max_tokens is {output} by default"
+        message = (
+            f"{where} has {prompt} tokens and {given}: {prompt + output} in all, "
+            f"but the context of this model is {context} tokens; shorten the prompt or ask for fewer tokens"
+        )
+    return invalid(where.partition("[")[0], message, "context_length_exceeded")

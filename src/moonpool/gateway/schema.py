@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from moonpool.gateway.fields import INT64_MAX, Fields, Json, is_integer
 from moonpool.gateway.known import CHAT_NEUTRAL, COMPLETION_NEUTRAL, HARMLESS, MESSAGE_NEUTRAL, ROLES, SHARED
-from moonpool.gateway.problem import ApiError, invalid
+from moonpool.gateway.problem import ApiError, beyond_context, invalid
 from moonpool.wire.messages import Sampling
 
 MAX_STOPS = 16
@@ -39,6 +39,8 @@ class Ask(Struct, frozen=True):
     sampling: Sampling
     max_tokens: int | None
     """None: the rest of the context, within the gateway's default."""
+    max_tokens_field: str | None
+    """That gave `max_tokens`; None: it is the default."""
     seed: int | None
     stop: tuple[str, ...]
     stream: bool
@@ -88,18 +90,21 @@ def read_chat(body: Json, limits: Limits) -> ChatRequest:
     top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
     if top is not None and not wants:
         raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
-    ask = _read_ask(fields, limits, newer if newer is not None else older, (top or 0) if wants else None)
+    most, named = (older, "max_tokens") if newer is None else (newer, "max_completion_tokens")
+    ask = _read_ask(fields, limits, most, None if most is None else named, (top or 0) if wants else None)
     return ChatRequest(read_messages(fields), ask)
 
 
-def read_completion(body: Json, limits: Limits) -> CompletionRequest:
+def read_completion(body: Json, limits: Limits, context_tokens: int) -> CompletionRequest:
+    """Token ids that are too many for the context are refused here, before each is looked at."""
     fields = Fields(body)
     _check_model(fields, limits.model)
     fields.check_names({*SHARED, "prompt"}, HARMLESS, COMPLETION_NEUTRAL)
     most = fields.integer("max_tokens", 1)
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
-    ask = _read_ask(fields, limits, COMPLETION_TOKENS if most is None else most, logprobs)
-    return CompletionRequest(_read_prompts(fields, limits), ask)
+    named = None if most is None else "max_tokens"
+    ask = _read_ask(fields, limits, COMPLETION_TOKENS if most is None else most, named, logprobs)
+    return CompletionRequest(_read_prompts(fields, limits, context_tokens), ask)
 
 
 def read_tokenize(body: Json, limits: Limits) -> TokenizeRequest:
@@ -124,13 +129,15 @@ def read_tokenize(body: Json, limits: Limits) -> TokenizeRequest:
     )
 
 
-def read_detokenize(body: Json, limits: Limits) -> tuple[int, ...]:
+def read_detokenize(body: Json, limits: Limits, most: int) -> tuple[int, ...]:
     fields = Fields(body)
     _check_model(fields, limits.model)
     fields.check_names({"model", "tokens"}, HARMLESS, {})
     tokens = fields.get("tokens")
     if not isinstance(tokens, list):
         raise invalid("tokens", "tokens must be an array of token ids")
+    if len(tokens) > most:
+        raise invalid("tokens", f"tokens has {len(tokens)} token ids, and at most {most} are taken")
     return _token_ids(tokens, "tokens", limits.vocabulary)
 
 
@@ -157,10 +164,13 @@ def _check_model(fields: Fields, served: str) -> None:
     )
 
 
-def _read_ask(fields: Fields, limits: Limits, max_tokens: int | None, logprobs: int | None) -> Ask:
+def _read_ask(
+    fields: Fields, limits: Limits, max_tokens: int | None, max_tokens_field: str | None, logprobs: int | None
+) -> Ask:
     min_tokens = fields.integer("min_tokens", 0) or 0
     if max_tokens is not None and min_tokens > max_tokens:
-        raise invalid("min_tokens", f"min_tokens ({min_tokens}) is more than max_tokens ({max_tokens})")
+        most = f"{max_tokens_field} ({max_tokens})" if max_tokens_field else f"max_tokens ({max_tokens} by default)"
+        raise invalid("min_tokens", f"min_tokens ({min_tokens}) is more than {most}")
     top_k = fields.integer("top_k", -1)
     sampling = Sampling(
         seed=0,
@@ -181,6 +191,7 @@ def _read_ask(fields: Fields, limits: Limits, max_tokens: int | None, logprobs: 
     return Ask(
         sampling=sampling,
         max_tokens=max_tokens,
+        max_tokens_field=max_tokens_field,
         seed=None if seed is None else seed & INT64_MAX,
         stop=_read_stop(fields),
         stream=stream,
@@ -267,7 +278,7 @@ def _read_part(part: object, where: str) -> str:
     return text
 
 
-def _read_prompts(fields: Fields, limits: Limits) -> tuple[str | tuple[int, ...], ...]:
+def _read_prompts(fields: Fields, limits: Limits, context_tokens: int) -> tuple[str | tuple[int, ...], ...]:
     prompt = fields.get("prompt")
     if isinstance(prompt, str):
         return (prompt,)
@@ -276,18 +287,24 @@ def _read_prompts(fields: Fields, limits: Limits) -> tuple[str | tuple[int, ...]
     if not prompt:
         raise invalid("prompt", "prompt is empty")
     if is_integer(prompt[0]):
-        return (_token_ids(prompt, "prompt", limits.vocabulary),)
+        return (_prompt_ids(prompt, "prompt", limits, context_tokens),)
     if len(prompt) > limits.max_prompts:
         raise invalid("prompt", f"{len(prompt)} prompts are more than the limit of {limits.max_prompts} a request")
-    return tuple(_read_prompt(one, f"prompt[{i}]", limits) for i, one in enumerate(prompt))
+    return tuple(_read_prompt(one, f"prompt[{i}]", limits, context_tokens) for i, one in enumerate(prompt))
 
 
-def _read_prompt(prompt: object, where: str, limits: Limits) -> str | tuple[int, ...]:
+def _read_prompt(prompt: object, where: str, limits: Limits, context_tokens: int) -> str | tuple[int, ...]:
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, list):
         raise invalid(where, f"{where} must be a string or an array of token ids")
-    return _token_ids(prompt, where, limits.vocabulary)
+    return _prompt_ids(prompt, where, limits, context_tokens)
+
+
+def _prompt_ids(values: list[object], where: str, limits: Limits, context_tokens: int) -> tuple[int, ...]:
+    if len(values) >= context_tokens:
+        raise beyond_context(where, len(values), context_tokens)
+    return _token_ids(values, where, limits.vocabulary)
 
 
 def _token_ids(values: list[object], where: str, vocabulary: int) -> tuple[int, ...]:

@@ -77,11 +77,13 @@ class Gateway:
         self.seats = Seats(config.max_concurrent)
         self.answers = AnswerMemory(config.answers_remembered, tokenizer.special)
         self.cluster.books = Books(self.check_integrity)
-        self._intake = Intake(config, tokenizer, self.answers)
+        self.intake = Intake(config, tokenizer, self.answers)
         self.meters.watch("num_requests_running", "Requests at a worker.", lambda: self.cluster.running)
         self.meters.watch("num_requests_waiting", "Requests that wait for a place.", lambda: self.cluster.waiting)
         self.bodies = Bodies(config)
-        desk = Desk(config, tokenizer, self._intake, self.answers, self.cluster, self.seats, self.bodies, self._abort)
+        self.meters.watch("num_requests_intake", "Requests that wait to be parsed.", lambda: self.intake.waiting)
+        self.meters.watch("body_bytes_held", "Of bodies beyond 64 KiB, until parsed.", lambda: self.bodies.held)
+        desk = Desk(config, tokenizer, self.intake, self.answers, self.cluster, self.seats, self.bodies, self._abort)
         self._server = _Server(
             uvicorn.Config(
                 make_app(desk, self.meters),
@@ -116,13 +118,14 @@ class Gateway:
             serving.cancel()
             member.cancel()
             await asyncio.wait((serving, member))
-            self._intake.close()
+            self.intake.close()
 
     def check_integrity(self) -> None:
         self.cluster.check_integrity()
         self.seats.check_integrity()
         self.answers.check_integrity()
         self.bodies.check_integrity()
+        self.intake.check_integrity()
 
     def _abort(self, client: object) -> None:
         """Break a connection whose reader does not read: closing it would wait for the reader."""

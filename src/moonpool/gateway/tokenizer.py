@@ -15,12 +15,26 @@ import jinja2
 from tokenizers import Tokenizer as FastTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from moonpool.errors import ModelError
+from moonpool.errors import ModelError, MoonpoolError
 from moonpool.gateway.problem import ApiError, invalid
 from moonpool.gateway.schema import ChatMessage
 
 _render = cast("Callable[..., tuple[list[str], list[object]]]", render_jinja_template)
 """Its own annotations are wrong."""
+
+CHARS_PER_TOKEN = 8
+"""Nearly no text has more; one that has costs a second look."""
+MARGIN_TOKENS = 256
+"""What follows a cut changes the few tokens before it (in no case seen more than 3)."""
+
+
+class TooLongError(MoonpoolError):
+    """A text has more tokens than it may have."""
+
+    def __init__(self, at_least: int) -> None:
+        super().__init__(f"the text has at least {at_least} tokens")
+        self.at_least = at_least
+        self.count = f"at least {at_least}"
 
 
 class Tokenizer:
@@ -38,6 +52,8 @@ class Tokenizer:
         added = fast.get_added_tokens_decoder()
         self.special = frozenset(i for i, token in added.items() if token.special)
         """Ids that are left out of text."""
+        self._eats_spaces = any(token.lstrip for token in added.values())
+        """Some tokens take all white space before them: how much that is in tokens is only known at its end."""
         self.fallback_bytes: dict[int, int] = {}
         """Tokens that are one raw byte of a character (`<0xE2>`)."""
         if "ByteFallback" in decoders:
@@ -74,6 +90,23 @@ class Tokenizer:
         """Token ids. As a batch of one: only batches let go of the interpreter lock, and 1 MB takes half a second."""
         encoding = self._fast.encode_batch_fast([text], add_special_tokens=special_tokens)[0]
         return encoding.ids
+
+    def encode_up_to(self, text: str, most: int, *, special_tokens: bool) -> list[int]:
+        """Token ids of all of `text`. A text that is long for `most` tokens is first looked at in part.
+
+        Raises TooLongError if a beginning of it has more than `most` tokens already. (A text that is a little too long
+        is tokenized: its ids are more than `most`.)
+        """
+        reach = CHARS_PER_TOKEN * (most + MARGIN_TOKENS)
+        while reach < len(text):
+            beginning = text[:reach]
+            if self._eats_spaces:
+                beginning = beginning.rstrip()
+            at_least = len(self.encode(beginning, special_tokens=False)) - MARGIN_TOKENS
+            if at_least > most:
+                raise TooLongError(at_least)
+            reach *= 4
+        return self.encode(text, special_tokens=special_tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return self._fast.decode(list(ids), skip_special_tokens=skip_special)

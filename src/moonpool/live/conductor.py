@@ -19,7 +19,7 @@ from moonpool.core.conductor import Conductor, ConductorConfig
 from moonpool.core.vocabulary import KeySpaceId, NodePeer, PartId, Peer, RequestId
 from moonpool.wire.link import Link
 from moonpool.wire.membership import Books
-from moonpool.wire.messages import Counters, Describe, Description, Envelope
+from moonpool.wire.messages import Counters, Describe, Description, Envelope, Locate, Located
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +85,8 @@ class _Driver:
             self._counters[body.id] = body
         elif isinstance(body, Describe):
             self._link.post(body.to, Description(body.serial, self.describe()))
+        elif isinstance(body, Locate):
+            self._link.post(body.to, Located.of(body.serial, self._conductor.holders(body.space, body.unpacked())))
         else:
             log.warning("%s from %s is nothing for a Conductor, dropped", type(body).__name__, envelope.sender.id)
 

@@ -9,6 +9,7 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from typing import Annotated, Final
 
 import msgspec
@@ -18,12 +19,15 @@ from msgspec import Meta, Struct
 
 from moonpool.core.vocabulary import BlockKey, KeySpaceId, RequestId
 from moonpool.errors import TransferError
+from moonpool.messenger.questions import Checksums, GetBlocks, Given, PutBlocks, Question, Reply
 from moonpool.messenger.seal import seal, unseal
 from moonpool.messenger.transfer import TAIL, Bytes, checksum
 
 MAX_HEADER_BYTES = 16 << 20
 PIECE_BYTES = 4 << 20
 """Most bytes of one system call. Few large calls cost a fifth less processor time than calls of 256 KiB or 1 MiB."""
+MAX_BUFFERS = 1024
+"""Of one system call (IOV_MAX)."""
 HASH_BYTES = 1 << 20
 """What is received before it is hashed, while the kernel takes in what comes next."""
 HANDSHAKE_SECONDS = 5.0
@@ -32,7 +36,10 @@ _MAGIC = b"moonpool data 1\n"
 _NONCE_BYTES = 32
 _MAC_BYTES = 32
 LIMIT_SLACK = 0.05
-"""A system call may wait this much past the deadline (s); the limit is told to the kernel only so often."""
+"""A system call may wait this much past the deadline (s)."""
+LONGEST_WAIT = 0.5
+"""Of one system call (s), which is made again while there is time. So the kernel is told its limit once, and anew only
+for the last moments before a deadline: telling it costs as much as a small frame."""
 _TIMEVAL = struct.Struct("ll")
 _LENGTH = struct.Struct("<I")
 _WELCOME = b"+"
@@ -85,7 +92,7 @@ class Blocks(Struct, frozen=True, tag=True):
     several parts."""
 
 
-Header = Write | Read | Done | Blocks
+Header = Write | Read | Done | Blocks | Question | Reply | GetBlocks | Given | PutBlocks | Checksums
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final = msgspec.msgpack.Decoder(Header)
@@ -113,7 +120,7 @@ class Channel:
 
     def send(self, data: Bytes | bytes | memoryview, until: float, more: bool = False) -> None:
         """`more` tells the kernel that further bytes follow at once."""
-        view = memoryview(data) if isinstance(data, bytes | memoryview) else data.data
+        view = data.data if isinstance(data, np.ndarray) else memoryview(data)
         while len(view):
             is_last = len(view) <= PIECE_BYTES and not more
             self._wait_at_most(until, socket.SO_SNDTIMEO)
@@ -122,6 +129,26 @@ class Channel:
             except BlockingIOError:
                 continue
             view = view[sent:]
+
+    def send_all(self, parts: Sequence[Bytes | bytes | memoryview], until: float, more: bool = False) -> None:
+        """One behind the other, many small ones in one system call: the calls are most of what a small one costs."""
+        views = [part.data if isinstance(part, np.ndarray) else memoryview(part) for part in parts]
+        left = sum(len(view) for view in views)
+        at = 0
+        while left:
+            group = _sent_together(views, at)
+            is_last = sum(len(view) for view in group) == left and not more
+            self._wait_at_most(until, socket.SO_SNDTIMEO)
+            try:
+                sent = self._socket.sendmsg(group, (), 0 if is_last else socket.MSG_MORE)
+            except BlockingIOError:
+                continue
+            left -= sent
+            while left and sent >= len(views[at]):
+                sent -= len(views[at])
+                at += 1
+            if left:
+                views[at] = views[at][sent:]
 
     def receive_into(self, target: Bytes, until: float) -> None:
         self._receive_all(target.data, until)
@@ -208,10 +235,25 @@ class Channel:
         seconds = until - time.monotonic()
         if seconds <= 0:
             raise TimeoutError("the deadline has passed")
-        if not seconds <= self._limits[which] <= seconds + LIMIT_SLACK:
-            self._limits[which] = seconds + LIMIT_SLACK
-            whole, part = divmod(self._limits[which], 1)
+        wanted = min(seconds, LONGEST_WAIT)
+        if not wanted <= self._limits[which] <= wanted + LIMIT_SLACK:
+            self._limits[which] = limit = min(wanted + LIMIT_SLACK, LONGEST_WAIT)
+            whole, part = divmod(limit, 1)
             self._socket.setsockopt(socket.SOL_SOCKET, which, _TIMEVAL.pack(int(whole), int(part * 1e6)))
+
+
+def _sent_together(views: Sequence[memoryview], at: int) -> list[memoryview]:
+    """From this one on, for one system call."""
+    if len(views[at]) > PIECE_BYTES:
+        return [views[at][:PIECE_BYTES]]
+    group: list[memoryview] = []
+    size = 0
+    for view in views[at : at + MAX_BUFFERS]:
+        size += len(view)
+        if size > PIECE_BYTES:
+            break
+        group.append(view)
+    return group
 
 
 def greet(channel: Channel, key: bytes, until: float) -> None:

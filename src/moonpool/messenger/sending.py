@@ -28,9 +28,7 @@ class Sending:
             for w in self._writes
         )
         channel.send_header(Write(items, self._until - time.monotonic()), self._until, more=True)
-        buffers = [buffer for item in self._writes for buffer in item.buffers]
-        for position, buffer in enumerate(buffers):
-            channel.send(buffer, self._until, more=position + 1 < len(buffers))
+        channel.send_all([buffer for item in self._writes for buffer in item.buffers], self._until)
         self._count("bytes_sent", self.nbytes)
 
     def receive(self, channel: Channel) -> None:

@@ -8,8 +8,10 @@ import threading
 import time
 from collections import Counter
 
-from moonpool.errors import ConfigError, TransferError
+from moonpool.errors import ConfigError, PoolError, TransferError
+from moonpool.messenger import giving
 from moonpool.messenger.channel import Arriving, Blocks, Channel, Done, Read, Write, admit
+from moonpool.messenger.questions import GetBlocks, PutBlocks, Question
 from moonpool.messenger.transfer import Landing, Store
 from moonpool.wire.security import check_token, data_key
 
@@ -47,7 +49,7 @@ class TcpServer:
 
     def counters(self) -> dict[str, float]:
         """Since the start: payload bytes in and out, transfers of each kind, what went wrong."""
-        names = ("bytes_in", "bytes_out", "writes", "reads", "refused_connections", "checksum_failures")
+        names = ("bytes_in", "bytes_out", "writes", "reads", "puts", "gets", "refused_connections", "checksum_failures")
         with self._lock:
             return {name: float(self._counts[name]) for name in names}
 
@@ -94,7 +96,7 @@ class TcpServer:
                 self._answer(channel)
         except EOFError:
             log.debug("data connection from %s ended", peer)
-        except (OSError, TransferError) as e:
+        except (OSError, TransferError, PoolError) as e:
             if not is_admitted:
                 self._count("refused_connections", 1)
             if not self._closed:
@@ -116,6 +118,12 @@ class TcpServer:
                 self._receive(channel, header)
             case Read():
                 self._send(channel, header)
+            case GetBlocks():
+                giving.give(channel, self._store, header, self._count)
+            case PutBlocks():
+                giving.take(channel, self._store, header, self._count)
+            case _ if isinstance(header, Question):
+                giving.answer(channel, self._store, header)
             case _:
                 raise TransferError(f"{type(header).__name__} is no request")
 
@@ -170,9 +178,8 @@ class TcpServer:
             parts = [block[header.first_byte : end] for block in blocks]
             answer = Blocks(len(blocks), block_bytes, tuple(departure.checksums))
             channel.send_header(answer, until, more=bool(parts))
-            for position, part in enumerate(parts):
-                channel.send(part, until, more=position + 1 < len(parts))
-                self._count("bytes_out", part.nbytes)
+            channel.send_all(parts, until)
+            self._count("bytes_out", sum(part.nbytes for part in parts))
         finally:
             departure.close()
         self._count("reads", 1)

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from moonpool.core.vocabulary import BlockKey, KeySpaceId, RequestId
+from moonpool.core.vocabulary import BlockKey, BlockMeta, KeySpaceId, RequestId
+from moonpool.messenger.questions import GetBlocks, PutBlocks, Question, Reply
 
 Bytes = npt.NDArray[np.uint8]
 """One-dimensional and contiguous."""
@@ -81,6 +82,42 @@ class Departure(Protocol):
     def close(self) -> None: ...
 
 
+class Gift(Protocol):
+    """Blocks for a client, which stay where they are until `close`."""
+
+    @property
+    def blocks(self) -> Sequence[Bytes | None]:
+        """One a key; None for a miss."""
+        ...
+
+    @property
+    def checksums(self) -> Sequence[Sequence[int]]:
+        """Of each block that is there, one a run."""
+        ...
+
+    @property
+    def metas(self) -> Sequence[BlockMeta]:
+        """Of each block that is there."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Intake(Protocol):
+    """Places for the blocks of one put. No byte is written after `close`; what has not landed then is nothing."""
+
+    @property
+    def targets(self) -> Sequence[Bytes | None]:
+        """One a key; None where the bytes are to be thrown away: the block is there already."""
+        ...
+
+    def landed(self, position: int, checksums: Sequence[int]) -> None:
+        """The block for this key is all there and right."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Store(Protocol):
     """What the tcp server needs of a node's store. Called from many threads."""
 
@@ -93,3 +130,11 @@ class Store(Protocol):
     def depart(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> Departure:
         """The longest leading run of readable blocks, which may be empty."""
         ...
+
+    def answer(self, question: Question) -> Reply: ...
+
+    def give(self, request: GetBlocks) -> Gift | str:
+        """All of these blocks that can be had, or why none."""
+        ...
+
+    def take(self, request: PutBlocks) -> Intake | str: ...

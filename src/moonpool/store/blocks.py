@@ -2,11 +2,14 @@
 
 A block's life: allocated for a room (private, filling) → promoted (resident: any reader may lease it) → discarded.
 A private block may also be discarded without ever being promoted. Not thread-safe: the ledger's lock covers it.
+
+A key is *filling* while some private block for it may still become readable; whoever waits for the key waits for that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 from moonpool.core.eviction import Eviction
@@ -38,6 +41,10 @@ class Block:
     saving: bool = False
     """Its bytes are being written to an SSD: it is not evicted meanwhile."""
     discarded: bool = False
+    settled: bool = False
+    """It is readable, or will never be: nobody waits for it."""
+    tokens: bytes = b""
+    """Its token ids (u32, little-endian), where whoever put it gave them."""
 
     @property
     def nbytes(self) -> int:
@@ -79,6 +86,12 @@ class Blocks:
     on_come: Callable[[Name], None] = lambda name: None
     on_go: Callable[[Name], None] = lambda name: None
     """A block has come to DRAM, or has left it: what an SSD has may hang on it."""
+    filling: dict[Name, int] = field(default_factory=dict)
+    """Private blocks, by key, that are not settled."""
+    on_settled: Callable[[Name], None] = lambda name: None
+    """One of them is; it may only wake somebody."""
+    pinned: Container[Name] = ()
+    """Keys that may not leave the tier they are in (`Pins`)."""
     evictions: int = 0
     demotions: int = 0
     """Evictions of what an SSD has kept."""
@@ -119,7 +132,12 @@ class Blocks:
                 for at in self.extents.in_the_way(nbytes, self._may_go) or ():
                     self.evict(self.places[at])
                 offset = self.extents.allocate(nbytes)
-        return Block(offset, space, run_bytes, key, parent, index, [0] * space.runs)
+        block = Block(offset, space, run_bytes, key, parent, index, [0] * space.runs)
+        if key is None:
+            block.settled = True
+        else:
+            self.filling[block.name] = self.filling.get(block.name, 0) + 1
+        return block
 
     def promote(self, block: Block) -> bool:
         """Make a complete block readable and pin it. False if its key is readable already: the block stays private."""
@@ -128,11 +146,23 @@ class Blocks:
         parent = None if block.parent is None else (block.space.id, block.parent)
         self.resident[block.name] = block
         self.places[block.offset] = block.name
-        self.eviction.add(block.name, page_aligned(block.nbytes), parent, block.index, pins=1)
+        pins = 1 + (block.name in self.pinned)
+        self.eviction.add(block.name, page_aligned(block.nbytes), parent, block.index, pins=pins)
         block.resident = True
         self.on_come(block.name)
+        self.settle(block)
         self.on_change(Change(True, block.name))
         return True
+
+    def settle(self, block: Block) -> None:
+        if block.settled:
+            return
+        block.settled = True
+        name = block.name
+        self.filling[name] -= 1
+        if not self.filling[name]:
+            del self.filling[name]
+        self.on_settled(name)
 
     def evict(self, name: Name) -> None:
         self.drop(name)
@@ -154,6 +184,7 @@ class Blocks:
     def discard(self, block: Block) -> None:
         """Free a block that is not readable, now or when the last transfer into it has ended."""
         block.discarded = True
+        self.settle(block)
         if block.transfers:
             self.lingering[block.offset] = block
         else:
@@ -188,6 +219,7 @@ class Blocks:
         assert len(self.eviction) == len(self.resident)
         assert self.places == {block.offset: name for name, block in self.resident.items()}
         assert all(block.transfers > 0 and block.discarded for block in self.lingering.values())
+        assert self.filling == Counter(block.name for block in private if not block.settled)
         held = [*self.resident.values(), *private, *self.lingering.values()]
         assert len({block.offset for block in held}) == len(held), "two blocks share an extent"
         assert sum(page_aligned(block.nbytes) for block in held) == self.extents.used, "bytes are lost or counted twice"

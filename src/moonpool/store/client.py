@@ -72,21 +72,12 @@ class NodeClient:
     @classmethod
     def connect(cls, path: str | Path, *, name: str, incarnation: str, timeout: float = 5.0) -> NodeClient:
         """Raises PoolError if no node answers at the socket `path` within `timeout` seconds."""
-        until = time.monotonic() + timeout
-        while True:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
-                sock.settimeout(max(0.01, until - time.monotonic()))
-                sock.connect(str(path))
-                return cls(sock, name, incarnation)
-            except (FileNotFoundError, ConnectionRefusedError) as e:
-                sock.close()
-                if time.monotonic() >= until:
-                    raise PoolError(f"no node listens at {path}: {e.strerror}") from None
-                time.sleep(0.05)
-            except (OSError, PoolError) as e:
-                sock.close()
-                raise PoolError(f"the node at {path} did not let {name} in: {e}") from None
+        sock = open_socket(path, name, time.monotonic() + timeout)
+        try:
+            return cls(sock, name, incarnation)
+        except (OSError, PoolError) as e:
+            sock.close()
+            raise PoolError(f"the node at {path} did not let {name} in: {e}") from None
 
     def __init__(self, sock: socket.socket, name: str, incarnation: str) -> None:
         """Use `connect`."""
@@ -101,7 +92,7 @@ class NodeClient:
         self._serials = count(1)
         self._closed = False
         self._gone = False
-        self.node, self.node_incarnation, self.arena = _enter(sock, self._frames, name, incarnation)
+        self.node, self.node_incarnation, self.arena = enter(sock, self._frames, name, incarnation)
         # Only sends are limited: a node that takes nothing for so long is as good as gone. The reader waits for ever.
         sock.settimeout(None)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(SEND_SECONDS), 0))
@@ -294,10 +285,28 @@ class NodeClient:
                 self.on_lost()
 
 
-def _enter(
+def open_socket(path: str | Path, name: str, until: float) -> socket.socket:
+    """Connected to the node that listens at `path`. Raises PoolError where none does before `until` (monotonic)."""
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(max(0.01, until - time.monotonic()))
+            sock.connect(str(path))
+            return sock
+        except (FileNotFoundError, ConnectionRefusedError) as e:
+            sock.close()
+            if time.monotonic() >= until:
+                raise PoolError(f"no node listens at {path}: {e.strerror}") from None
+            time.sleep(0.05)
+        except OSError as e:
+            sock.close()
+            raise PoolError(f"the node at {path} did not let {name} in: {e}") from None
+
+
+def enter(
     sock: socket.socket, frames: Frames[Answer], name: str, incarnation: str
 ) -> tuple[PartId, Incarnation, Bytes]:
-    """Hello and Welcome: the node's id, its incarnation, and its arena."""
+    """Hello and Welcome: the node's id, its incarnation, and its arena. Raises OSError or PoolError."""
     process, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if user != os.geteuid():
         raise PoolError(f"process {process}, which listens there, belongs to user {user}, not to {os.geteuid()}")

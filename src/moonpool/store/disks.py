@@ -17,36 +17,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from moonpool.errors import ConfigError
-from moonpool.messenger.transfer import Bytes, checksum
 from moonpool.store.arena import Arena
 from moonpool.store.extents import page_aligned
-from moonpool.store.index import Index, Shelved, recover
+from moonpool.store.index import Index, recover
+from moonpool.store.reads import Load, Outcome, Read, adjoining, reads_of
 from moonpool.store.shelf import Saves, Shelf
 from moonpool.store.slab import Slab
 
 log = logging.getLogger(__name__)
 
-READERS = 2
+READERS = 4
 """Threads a disk."""
 BATCH_BLOCKS = 32
 BATCH_BYTES = 16 << 20
 MAX_FAILURES = 3
 """Failed operations in a row, before a disk is given up."""
 CLOSE_SECONDS = 5.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Load:
-    """A block to be brought into the arena."""
-
-    shelved: Shelved
-    target: Bytes
-    """Whole pages."""
-    done: Callable[[bool, bool], None]
-    """(is it there and verified, is it damaged on the disk); on a thread of the disk, exactly once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +47,7 @@ class _Volume:
     is_pressed: bool = True
     """There may be something to save."""
     is_lost: bool = False
-    queue: deque[list[Load]] = field(default_factory=deque)
+    queue: deque[Read] = field(default_factory=deque)
     busy: dict[int, float] = field(default_factory=dict)
     """When the operation that runs now began, by thread."""
     threads: list[threading.Thread] = field(default_factory=list)
@@ -101,15 +88,17 @@ class Disks:
                 thread.start()
 
     def load(self, loads: Sequence[Load]) -> None:
-        """Begin to load. Neighbours on a disk are read together."""
-        for group in _neighbours(loads):
-            volume = self._volumes[group[0].shelved.volume]
-            with self._changed:
-                if not (volume.is_lost or self._closed):
-                    volume.queue.append(group)
-                    self._changed.notify_all()
-                    continue
-            _fail(group)
+        """Begin to load."""
+        refused: list[Read] = []
+        with self._changed:
+            for read in reads_of(loads):
+                volume = self._volumes[read.volume]
+                if volume.is_lost or self._closed:
+                    refused.append(read)
+                else:
+                    volume.queue.append(read)
+            self._changed.notify_all()
+        _fail(refused)
 
     def check(self, now: float) -> None:
         """Give up a disk on which an operation does not end. `now` is of the monotonic clock; call it now and then."""
@@ -134,12 +123,11 @@ class Disks:
         """Whatever is queued fails; what runs is awaited for a few seconds."""
         with self._changed:
             self._closed = True
-            queued = [group for volume in self._volumes for group in volume.queue]
+            queued = [read for volume in self._volumes for read in volume.queue]
             for volume in self._volumes:
                 volume.queue.clear()
             self._changed.notify_all()
-        for group in queued:
-            _fail(group)
+        _fail(queued)
         until = time.monotonic() + CLOSE_SECONDS
         for volume in self._volumes:
             for thread in volume.threads:
@@ -203,7 +191,7 @@ class Disks:
                 # First: entries of what these bytes were before must not be believed any more.
                 if saves.removed:
                     volume.index.append((), saves.removed)
-                for group in _adjoining([shelved for shelved, _ in saves.blocks]):
+                for group in adjoining([shelved for shelved, _ in saves.blocks], BATCH_BYTES):
                     chosen = {id(shelved) for shelved in group}
                     blocks = [block for shelved, block in saves.blocks if id(shelved) in chosen]
                     volume.slab.write(
@@ -227,26 +215,28 @@ class Disks:
                 self._changed.wait_for(lambda: volume.queue or self._closed or volume.is_lost)
                 if self._closed or volume.is_lost:
                     return
-                group = volume.queue.popleft()
-            self._load(volume, group)
+                read = volume.queue.popleft()
+            self._load(volume, read)
 
-    def _load(self, volume: _Volume, group: list[Load]) -> None:
+    def _load(self, volume: _Volume, read: Read) -> None:
         try:
-            with self._timed(volume):
-                volume.slab.read(group[0].shelved.offset, [load.target for load in group])
+            if read.is_wanted:
+                with self._timed(volume):
+                    volume.slab.read(read.offset, read.targets())
+                read.sum_up()
+                with self._changed:
+                    self._read_bytes += sum(target.nbytes for target in read.targets())
         except OSError as e:
-            _fail(group)
-            self._failed(volume, f"cannot read {len(group)} blocks: {e.strerror or e}")
-            return
-        with self._changed:
-            volume.failures = 0
-            self._read_bytes += sum(load.shelved.nbytes for load in group)
-        for load in group:
-            is_good = _is_good(load)
-            if not is_good:
+            if read.lose():
+                self._failed(volume, f"cannot read {len(read.arrivals)} blocks: {e.strerror or e}")
+        for load, outcome in read.end():
+            if outcome is not Outcome.LOST:
+                with self._changed:
+                    volume.failures = 0
+            if outcome is Outcome.DAMAGED:
                 self._shelf.count("ssd_checksum_failures")
                 log.warning("a block on SSD %s has a wrong checksum: dropped", volume.slab.path)
-            load.done(is_good, not is_good)
+            load.done(outcome is Outcome.GOOD, outcome is Outcome.DAMAGED)
 
     @contextlib.contextmanager
     def _timed(self, volume: _Volume) -> Iterator[None]:
@@ -274,8 +264,7 @@ class Disks:
             queued = list(volume.queue)
             volume.queue.clear()
             self._changed.notify_all()
-        for group in queued:
-            _fail(group)
+        _fail(queued)
         if self._shelf.lose(volume.number):
             log.error("SSD %s is given up until this node restarts, its blocks are gone: %s", volume.slab.path, why)
 
@@ -306,36 +295,8 @@ def _own(directory: Path) -> int:
     return lock
 
 
-def _adjoining(shelved: Sequence[Shelved]) -> Iterator[list[Shelved]]:
-    """Runs of neighbours in a slab, of blocks sorted by offset; at most BATCH_BYTES together, or one."""
-    group: list[Shelved] = []
-    size = 0
-    for block in shelved:
-        is_next = group and group[-1].volume == block.volume and group[-1].offset + group[-1].nbytes == block.offset
-        if group and (not is_next or size + block.nbytes > BATCH_BYTES):
-            yield group
-            group, size = [], 0
-        group.append(block)
-        size += block.nbytes
-    if group:
-        yield group
-
-
-def _neighbours(loads: Sequence[Load]) -> Iterator[list[Load]]:
-    by_block = {id(load.shelved): load for load in loads}
-    ordered = sorted((load.shelved for load in loads), key=lambda shelved: (shelved.volume, shelved.offset))
-    for group in _adjoining(ordered):
-        yield [by_block[id(shelved)] for shelved in group]
-
-
-def _is_good(load: Load) -> bool:
-    run_bytes = load.shelved.space.run_bytes
-    return all(
-        checksum(load.target[run * run_bytes : (run + 1) * run_bytes]) == int(expected)
-        for run, expected in enumerate(np.frombuffer(load.shelved.checksums, "<u8"))
-    )
-
-
-def _fail(loads: Sequence[Load]) -> None:
-    for load in loads:
-        load.done(False, False)
+def _fail(reads: Sequence[Read]) -> None:
+    for read in reads:
+        read.lose()
+        for load, _ in read.end():
+            load.done(False, False)

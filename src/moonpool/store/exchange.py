@@ -2,28 +2,47 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError, Future
+from typing import Any, TypeVar
 
-from moonpool.core.vocabulary import BlockKey, KeySpaceId, RequestId
+from moonpool.core.vocabulary import BlockKey, BlockMeta, KeySpaceId, RequestId
 from moonpool.errors import PoolError
+from moonpool.messenger.questions import GetBlocks, PutBlocks, Question, Refused, Reply, unpacked
 from moonpool.messenger.transfer import Bytes
 from moonpool.store.arena import Arena
+from moonpool.store.blocks import Block
+from moonpool.store.catalogue import HERE
+from moonpool.store.desk import ANSWER_SECONDS, Desk
 from moonpool.store.ledger import Claim, Lease, Ledger
-from moonpool.store.loader import Loader
-from moonpool.store.rooms import ClientId
+from moonpool.store.loader import Hold, Loader
+from moonpool.store.rooms import ClientId, Room
+
+T = TypeVar("T")
 
 REMOTE = ClientId(0)
 """Whoever reads over tcp; such a lease ends with its transfer."""
+SLACK_SECONDS = 5.0
+"""What the node's loop may be late."""
 
 
 class Exchange:
-    """A `messenger.transfer.Store`."""
+    """A `messenger.transfer.Store`. Made on the node's loop, called on the threads of its tcp server."""
 
-    def __init__(self, arena: Arena, ledger: Ledger, loader: Loader) -> None:
+    def __init__(self, arena: Arena, ledger: Ledger, loader: Loader, desk: Desk, batch_bytes: int) -> None:
+        """`batch_bytes`: the most that one put brings, if it is more than one block."""
         self._arena = arena
         self._ledger = ledger
         self._loader = loader
+        self._desk = desk
+        self._batch_bytes = batch_bytes
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._waiting: set[Future[Any]] = set()
+        self._closed = False
 
     def land(
         self, request: RequestId, attempt: int, block: int, first_run: int, runs: int, nbytes: int, until: float
@@ -39,6 +58,77 @@ class Exchange:
     def depart(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> LeaseDeparture:
         with self._loader.load_blocking(space, keys):
             return LeaseDeparture(self._arena, self._ledger, self._ledger.lease_remote(REMOTE, space, keys))
+
+    def answer(self, question: Question) -> Reply:
+        reply = self._desk.answer_now(question)
+        if reply is not None:
+            return reply
+        try:
+            return self._on_loop(self._desk.answer(question), 3 * ANSWER_SECONDS, lambda late: None)
+        except PoolError as e:
+            return Refused(str(e))
+
+    def give(self, request: GetBlocks) -> LeaseGift | str:
+        space = request.space
+        if request.first_run + request.runs > space.runs:
+            return f"a block of key space {space.id} has {space.runs} runs, not {request.first_run + request.runs}"
+        try:
+            keys = unpacked(request.keys)
+            with self._hold(request, keys):
+                return LeaseGift(self._arena, self._ledger, *self._ledger.lease_each(REMOTE, space, keys))
+        except PoolError as e:
+            return str(e)
+
+    def take(self, request: PutBlocks) -> RoomIntake | str:
+        try:
+            keys = unpacked(request.keys)
+            if len(keys) > 1 and len(keys) * request.space.block_bytes > self._batch_bytes:
+                return (
+                    f"{len(keys)} blocks of {request.space.block_bytes} bytes in one put; at most {self._batch_bytes} "
+                    "bytes: put fewer at once"
+                )
+            owner = self._ledger.own_client()
+            room = self._ledger.open_each(owner, request.space, keys, request.metas)
+        except PoolError as e:
+            return str(e)
+        return RoomIntake(self._arena, self._ledger, owner, room)
+
+    def close(self) -> None:
+        """Nobody waits for the loop any more."""
+        with self._lock:
+            self._closed = True
+            waiting = list(self._waiting)
+        for future in waiting:
+            future.cancel()
+
+    def _hold(self, request: GetBlocks, keys: Sequence[BlockKey]) -> Hold:
+        space = request.space
+        if request.here:
+            places = self._ledger.catalogue.places(space.id, keys)
+            kept = [key for key, place in zip(keys, places, strict=True) if place in HERE]
+            return self._loader.load_blocking(space.id, kept)
+        if self._desk.is_ready(space.id, keys, request.waits):
+            return Hold()
+        bringing = self._desk.bring(space, keys, request.time_left, request.waits)
+        return self._on_loop(bringing, request.time_left, Hold.close)
+
+    def _on_loop(self, work: Coroutine[Any, Any, T], seconds: float, dispose: Callable[[T], None]) -> T:
+        """`dispose` of a result that comes when it is awaited no more."""
+        with self._lock:
+            if self._closed:
+                work.close()
+                raise PoolError("this node is being shut down")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._waiting.add(future)
+        try:
+            return future.result(seconds + SLACK_SECONDS)
+        except (TimeoutError, CancelledError):
+            if not future.cancel() and not future.cancelled():
+                dispose(future.result())
+            raise PoolError("this node did not answer in time, or is being shut down") from None
+        finally:
+            with self._lock:
+                self._waiting.discard(future)
 
 
 class RoomLanding:
@@ -68,3 +158,32 @@ class LeaseDeparture:
 
     def close(self) -> None:
         self._ledger.release(REMOTE, self._lease.id)
+
+
+class LeaseGift:
+    def __init__(self, arena: Arena, ledger: Ledger, lease: Lease, found: Sequence[Block | None]) -> None:
+        self._ledger = ledger
+        self._lease = lease
+        self.blocks = [None if block is None else arena.slice(block.offset, block.nbytes) for block in found]
+        self.checksums = [block.checksums for block in lease.blocks]
+        self.metas = [BlockMeta(block.parent, block.index, block.tokens) for block in lease.blocks]
+
+    def close(self) -> None:
+        self._ledger.release(REMOTE, self._lease.id)
+
+
+class RoomIntake:
+    def __init__(self, arena: Arena, ledger: Ledger, owner: ClientId, room: Room) -> None:
+        self._ledger = ledger
+        self._owner = owner
+        self._room = room
+        self.targets: list[Bytes | None] = [
+            None if block is None or block.resident else arena.slice(block.offset, block.nbytes)
+            for block in room.blocks
+        ]
+
+    def landed(self, position: int, checksums: Sequence[int]) -> None:
+        self._ledger.complete(self._owner, self._room.id, [(position, 0, self._room.space.runs)], checksums)
+
+    def close(self) -> None:
+        self._ledger.close(self._owner, self._room.id)

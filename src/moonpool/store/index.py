@@ -48,6 +48,10 @@ class Shelved(Struct, eq=False, gc=False):
     nbytes: int
     """In the slab, whole pages."""
     volume: int = 0
+    index: int = 0
+    """In its prompt."""
+    tokens: bytes = b""
+    """Its token ids (u32, little-endian), where whoever put it gave them."""
 
     @property
     def name(self) -> Name:
@@ -65,6 +69,8 @@ class _Stored(Struct, frozen=True, tag="s", array_like=True):
     parent: BlockKey | None
     offset: int
     checksums: bytes
+    index: int = 0
+    tokens: bytes = b""
 
 
 class _Removed(Struct, frozen=True, tag="r", array_like=True):
@@ -151,9 +157,10 @@ def _replay(data: bytes, recovered: Recovered) -> dict[Name, Shelved]:
         if not _is_sound(record, known):
             unknown += 1
             continue
-        entries[name] = Shelved(
+        entries[name] = entry = Shelved(
             record.offset, known.space, record.key, record.parent, record.checksums, known.slab_bytes
         )
+        entry.index, entry.tokens = record.index, record.tokens
     if bad_bytes:
         recovered.losses.append(f"{bad_bytes} bytes that are no whole record")
     if unknown:
@@ -293,7 +300,7 @@ def _encode(stored: Sequence[Shelved], removed: Sequence[Shelved], spaces: dict[
             spaces[entry.space] = max(spaces.values(), default=-1) + 1
             records.append(_Space(spaces[entry.space], entry.space))
     records += [_Removed(spaces[entry.space], entry.key) for entry in removed]
-    records += [_Stored(spaces[e.space], e.key, e.parent, e.offset, e.checksums) for e in stored]
+    records += [_Stored(spaces[e.space], e.key, e.parent, e.offset, e.checksums, e.index, e.tokens) for e in stored]
     frames = bytearray()
     for record in records:
         payload = _encoder.encode(record)

@@ -17,6 +17,7 @@ from moonpool.core.eviction import Eviction, EvictionPolicy
 from moonpool.core.vocabulary import (
     BLOCK_KEY_BYTES,
     BlockKey,
+    BlockMeta,
     Incarnation,
     KeySpace,
     KeySpaceId,
@@ -27,14 +28,20 @@ from moonpool.core.vocabulary import (
 from moonpool.errors import PoolError
 from moonpool.store.announcements import Announcements
 from moonpool.store.blocks import Block, Blocks
+from moonpool.store.catalogue import Catalogue
 from moonpool.store.extents import Extents, page_aligned
 from moonpool.store.overdue import Holding, Kind
+from moonpool.store.pins import Pins
 from moonpool.store.rooms import ClientId, Room, RoomId, Waiter, finish_runs, free_room, open_room
 from moonpool.store.shelf import Shelf
+from moonpool.store.watches import Watches
 
 LeaseId = NewType("LeaseId", int)
 
 MAX_SPACES = 256
+MAX_RUNS = 1 << 16
+MAX_META_TOKENS = 1 << 16
+"""So that the SSD's record of a block stays small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,9 @@ class Ledger:
         self._announcements = Announcements(node, incarnation, on_pending)
         self._blocks = Blocks(extents, self._announcements.note, Eviction(eviction))
         self.shelf = Shelf(self._lock, self._blocks, self._announcements.note)
+        self.pins = Pins(self._lock, self._blocks, self.shelf)
+        self.watches = Watches(self._lock, self._blocks)
+        self.catalogue = Catalogue(self._lock, self._blocks, self.shelf, self.pins)
         self._on_room_ended = on_room_ended
         self._spaces: dict[KeySpaceId, KeySpace] = {}
         self._rooms: dict[RoomId, Room] = {}
@@ -86,17 +96,27 @@ class Ledger:
         """The longest leading run of readable blocks; they stay where they are until the lease ends."""
         with self._lock:
             self._check(space, keys)
-            self._check_quota(client, space, keys)
-            lease = self._lease(client, space.id, keys)
-            self._counts["lookups"] += 1
-            self._counts["hit_blocks"] += len(lease.blocks)
-            self._counts["missed_blocks"] += len(keys) - len(lease.blocks)
-            return lease
+            blocks = self._blocks.leading(space.id, keys)
+            self._check_quota(client, blocks)
+            self._count_hits(len(keys), len(blocks))
+            return self._lease(client, blocks)
+
+    def lease_each(
+        self, client: ClientId, space: KeySpace, keys: Sequence[BlockKey]
+    ) -> tuple[Lease, list[Block | None]]:
+        """All of these blocks that are readable, wherever they stand in the list; None for the others."""
+        with self._lock:
+            self._check(space, keys)
+            found = [self._blocks.resident.get((space.id, key)) for key in keys]
+            blocks = [block for block in found if block is not None]
+            self._check_quota(client, blocks)
+            self._count_hits(len(keys), len(blocks))
+            return self._lease(client, blocks), found
 
     def lease_remote(self, client: ClientId, space: KeySpaceId, keys: Sequence[BlockKey]) -> Lease:
-        """The same for another node, which need not know what this node's blocks look like."""
+        """The leading ones for another node, which need not know what this node's blocks look like."""
         with self._lock:
-            return self._lease(client, space, keys)
+            return self._lease(client, self._blocks.leading(space, keys))
 
     def release(self, client: ClientId, lease: LeaseId) -> None:
         """Raises PoolError where the client has no such lease."""
@@ -162,16 +182,64 @@ class Ledger:
                 self._end(room)
             return room is not None
 
-    def open(self, client: ClientId, space: KeySpace, keys: Sequence[BlockKey], tail_tokens: int = 0) -> Room:
-        """A caching room: as many leading keys as there is room for, perhaps none."""
+    def open(
+        self,
+        client: ClientId,
+        space: KeySpace,
+        keys: Sequence[BlockKey],
+        tail_tokens: int = 0,
+        metas: Sequence[BlockMeta] | None = None,
+    ) -> Room:
+        """A caching room: as many leading keys as there is room for, perhaps none.
+
+        `metas`: one a key; without them the keys are a prompt's, from its first block on.
+        """
         with self._lock:
             self._check(space, keys, tail_tokens)
+            if metas is not None:
+                _check_metas(space, keys, metas)
             quota = self._quotas.get(client)
             budget = None if quota is None else quota - self._held(client)
-            room = self._open(space, keys, tail_tokens, whole=False, budget=budget)
+            room = self._open(space, keys, tail_tokens, whole=False, budget=budget, metas=metas)
             assert room is not None, "a best-effort room opens even when it is empty"
             room.writers.add(client)
             return room
+
+    def open_each(
+        self, client: ClientId, space: KeySpace, keys: Sequence[BlockKey], metas: Sequence[BlockMeta]
+    ) -> Room:
+        """A caching room for blocks of different prompts, all of them or PoolError. One meta a key, or none at all."""
+        with self._lock:
+            self._check(space, keys)
+            metas = metas or [BlockMeta()] * len(keys)
+            _check_metas(space, keys, metas)
+            wanted = len(keys) * page_aligned(space.block_bytes)
+            quota = self._quotas.get(client)
+            if quota is not None and (held := self._held(client)) + wanted > quota:
+                raise _beyond_quota("room", wanted, held, quota)
+            room = self._open(space, keys, 0, whole=True, metas=metas)
+            if room is None:
+                self._counts["refused_rooms"] += 1
+                raise PoolError(self._no_room(space, len(keys)))
+            room.writers.add(client)
+            return room
+
+    def commit(self, client: ClientId, number: RoomId, checksums: Sequence[int]) -> None:
+        """All blocks of this caching room are written (a checksum a run of those that were not readable): close it.
+
+        Raises PoolError where there is no such room.
+        """
+        with self._lock:
+            room = self._rooms.get(number)
+            if room is None or room.reserved is not None or client not in room.writers:
+                raise PoolError(f"no room {number} to commit")
+            runs = room.space.runs
+            own = [index for index, block in enumerate(room.blocks) if block is not None and index in room.lacking]
+            if len(checksums) != len(own) * runs:
+                raise PoolError(f"{len(own)} blocks of {runs} runs with {len(checksums)} checksums")
+            for position, index in enumerate(own):
+                self._complete(room, index, 0, checksums[position * runs : (position + 1) * runs])
+            self._leave(room, client)
 
     def join(self, client: ClientId, request: RequestId, attempt: int) -> Room:
         """Become a writer of a hand-over room. Raises PoolError if there is none."""
@@ -346,8 +414,11 @@ class Ledger:
                 "holes": self._blocks.eviction.holes,
                 "rooms": len(self._rooms),
                 "leases": len(self._leases),
+                "watches": len(self.watches),
                 "waiters": sum(len(room.waiters) for room in self._reserved.values()),
                 "transfers": self._claims,
+                "pins": len(self.pins),
+                "pinned_bytes": self.pins.nbytes,
                 "evictions": self._blocks.evictions,
                 "demotions": self._blocks.demotions,
             }
@@ -359,7 +430,10 @@ class Ledger:
             private = [block for room in self._rooms.values() for block in room.own()]
             self._blocks.check_integrity(private)
             self.shelf.check_integrity()
+            self.pins.check_integrity()
+            self.watches.check_integrity()
             pins = Counter(block.name for lease in self._leases.values() for block in lease.blocks)
+            pins.update(name for name in self._blocks.resident if name in self.pins)
             for number, room in self._rooms.items():
                 pins.update(block.name for block in room.pinned())
                 assert number == room.id
@@ -379,8 +453,10 @@ class Ledger:
             raise PoolError(f"a block key has {BLOCK_KEY_BYTES} bytes")
         known = self._spaces.get(space.id)
         if known is None:
-            if space.runs < 1 or space.run_bytes < 1 or space.block_tokens < 1:
-                raise PoolError(f"key space {space.id}: runs, run_bytes and block_tokens must be at least 1")
+            if not 1 <= space.runs <= MAX_RUNS or space.run_bytes < 1 or space.block_tokens < 1:
+                raise PoolError(
+                    f"key space {space.id}: 1 to {MAX_RUNS} runs; run_bytes and block_tokens must be at least 1"
+                )
             if len(self._spaces) >= MAX_SPACES:
                 raise PoolError(f"this node knows {MAX_SPACES} key spaces already; restart it to forget unused ones")
             self._spaces[space.id] = space
@@ -392,16 +468,32 @@ class Ledger:
         if not 0 <= tail_tokens < space.block_tokens:
             raise PoolError(f"a tail has 0 to {space.block_tokens - 1} tokens, not {tail_tokens}")
 
-    def _check_quota(self, client: ClientId, space: KeySpace, keys: Sequence[BlockKey]) -> None:
+    def _check_quota(self, client: ClientId, blocks: Sequence[Block]) -> None:
         quota = self._quotas.get(client)
         if quota is None:
             return
-        wanted = sum(page_aligned(block.nbytes) for block in self._blocks.leading(space.id, keys))
+        wanted = sum(page_aligned(block.nbytes) for block in blocks)
         if (held := self._held(client)) + wanted > quota:
-            raise PoolError(
-                f"a lease of {wanted} bytes on top of {held} bytes held: at most {quota} are for a client that this "
-                "node's supervisor did not start; release some, or give the node a larger --client-quota"
+            raise _beyond_quota("lease", wanted, held, quota)
+
+    def _no_room(self, space: KeySpace, blocks: int) -> str:
+        extents = self._blocks.extents
+        wanted = blocks * page_aligned(space.block_bytes)
+        if wanted > extents.capacity:
+            return (
+                f"{blocks} blocks of {space.block_bytes} bytes do not fit into this node's arena of {extents.capacity} "
+                "bytes: use smaller blocks, or give the node more DRAM"
             )
+        return (
+            f"no room for {blocks} blocks of {space.block_bytes} bytes: of {extents.capacity} bytes {extents.free} are "
+            f"free and {self._blocks.eviction.evictable_bytes} evictable, the rest is leased, pinned or being written; "
+            "release or unpin some, or give the node more DRAM"
+        )
+
+    def _count_hits(self, wanted: int, found: int) -> None:
+        self._counts["lookups"] += 1
+        self._counts["hit_blocks"] += found
+        self._counts["missed_blocks"] += wanted - found
 
     def _held(self, client: ClientId) -> int:
         """Bytes in leases and caching rooms of this client; a hand-over room was granted by the Conductor."""
@@ -413,9 +505,8 @@ class Ledger:
         self._last_id += 1
         return self._last_id
 
-    def _lease(self, client: ClientId, space: KeySpaceId, keys: Sequence[BlockKey]) -> Lease:
-        blocks = tuple(self._blocks.leading(space, keys))
-        lease = Lease(LeaseId(self._next_id()), client, blocks)
+    def _lease(self, client: ClientId, blocks: Sequence[Block]) -> Lease:
+        lease = Lease(LeaseId(self._next_id()), client, tuple(blocks))
         self._blocks.eviction.pin([block.name for block in blocks])
         self._leases[lease.id] = lease
         return lease
@@ -426,12 +517,19 @@ class Ledger:
         self.shelf.pressed()
 
     def _open(
-        self, space: KeySpace, keys: Sequence[BlockKey], tail_tokens: int, whole: bool, budget: int | None = None
+        self,
+        space: KeySpace,
+        keys: Sequence[BlockKey],
+        tail_tokens: int,
+        whole: bool,
+        budget: int | None = None,
+        metas: Sequence[BlockMeta] | None = None,
     ) -> Room | None:
-        room = open_room(self._blocks, RoomId(self._next_id()), space, keys, tail_tokens, whole, budget)
+        room = open_room(self._blocks, RoomId(self._next_id()), space, keys, tail_tokens, whole, budget, metas)
         if room is not None:
             self._rooms[room.id] = room
             self._counts["rooms_opened"] += 1
+            self.shelf.pressed()
         return room
 
     def _complete(self, room: Room, index: int, first: int, checksums: Sequence[int]) -> None:
@@ -470,6 +568,8 @@ class Ledger:
         waiters, room.waiters = room.waiters, {}
         for waiter in waiters:
             self._miss(waiter)
+        for block in room.own():
+            self._blocks.settle(block)
         for client in room.writers:
             self._on_room_ended(client, room.id)
         self._free_unless_held(room)
@@ -480,6 +580,27 @@ class Ledger:
             free_room(self._blocks, room)
             del self._rooms[room.id]
             self.shelf.pressed()
+
+
+def _check_metas(space: KeySpace, keys: Sequence[BlockKey], metas: Sequence[BlockMeta]) -> None:
+    if len(metas) != len(keys):
+        raise PoolError(f"{len(keys)} keys with {len(metas)} metas")
+    for meta in metas:
+        if meta.parent is not None and len(meta.parent) != BLOCK_KEY_BYTES:
+            raise PoolError(f"the parent's key has {len(meta.parent)} bytes, not {BLOCK_KEY_BYTES}")
+        most = min(space.block_tokens, MAX_META_TOKENS)
+        if len(meta.tokens) > 4 * most or len(meta.tokens) % 4:
+            raise PoolError(
+                f"a block of key space {space.id} is put with at most {most} tokens of 4 bytes, "
+                f"not {len(meta.tokens)} bytes of them"
+            )
+
+
+def _beyond_quota(what: str, wanted: int, held: int, quota: int) -> PoolError:
+    return PoolError(
+        f"a {what} of {wanted} bytes on top of {held} bytes held: at most {quota} are for a client that this node's "
+        "supervisor did not start; release some, or give the node a larger --client-quota"
+    )
 
 
 def _mask(block: Block, first: int, count: int) -> int:

@@ -11,14 +11,15 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from moonpool.core.vocabulary import BlockKey, KeySpace, KeySpaceId
+from moonpool.core.vocabulary import BlockKey, BlockMeta, KeySpace, KeySpaceId
 from moonpool.errors import PoolError
 from moonpool.store.arena import Arena
 from moonpool.store.blocks import Block, Name
-from moonpool.store.disks import Disks, Load
+from moonpool.store.disks import Disks
 from moonpool.store.extents import page_aligned
 from moonpool.store.index import Shelved
 from moonpool.store.ledger import Ledger
+from moonpool.store.reads import Load
 from moonpool.store.rooms import ClientId, Room
 
 LOAD_SECONDS = 5.0
@@ -88,7 +89,10 @@ class Loader:
             return Hold(), []
         owner = self._ledger.own_client()
         try:
-            room = self._ledger.open(owner, space, keys[:leading])
+            metas = [BlockMeta(keys[index - 1] if index else None, index) for index in range(leading)]
+            for index, shelved in borrowed:
+                metas[index] = BlockMeta(shelved.parent, shelved.index, shelved.tokens)
+            room = self._ledger.open(owner, space, keys[:leading], metas=metas)
         except PoolError:
             shelf.give_back(borrowed_blocks)
             return Hold(), []

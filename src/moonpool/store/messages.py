@@ -12,8 +12,9 @@ from typing import Annotated, Final, Generic, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from moonpool.core.vocabulary import BlockKey, Incarnation, KeySpace, NodePeer, PartId, RequestId
+from moonpool.core.vocabulary import BlockKey, BlockMeta, Incarnation, KeySpace, NodePeer, PartId, RequestId
 from moonpool.errors import PoolError
+from moonpool.messenger.questions import Question, Reply, Seconds
 from moonpool.messenger.transfer import TAIL
 
 PROTOCOL = 1
@@ -96,6 +97,39 @@ class Audit(Struct, frozen=True, tag=True):
     serial: int
 
 
+class Ask(Struct, frozen=True, tag=True):
+    serial: int
+    question: Question
+
+
+class LeaseEach(Struct, frozen=True, tag=True):
+    """Blocks by key, whichever are to be had. `keys`: one behind the other."""
+
+    serial: int
+    space: KeySpace
+    keys: bytes
+    time_left: Seconds
+    waits: bool
+    """Also for blocks that somebody is writing now."""
+
+
+class OpenEach(Struct, frozen=True, tag=True):
+    """A room for all of these blocks; `metas`: one a key, or none."""
+
+    serial: int
+    space: KeySpace
+    keys: bytes
+    metas: tuple[BlockMeta, ...]
+
+
+class Commit(Struct, frozen=True, tag=True):
+    """All of the room is written and it is closed. `checksums`: u64 (little-endian), one a run."""
+
+    serial: int
+    room: int
+    checksums: bytes
+
+
 class Welcome(Struct, frozen=True, tag=True):
     """The answer to `Hello`; the arena's descriptor comes with it."""
 
@@ -108,6 +142,25 @@ class Leased(Struct, frozen=True, tag=True):
     serial: int
     lease: int
     offsets: tuple[int, ...]
+
+
+class LeasedEach(Struct, frozen=True, tag=True):
+    """`offsets`: i64 (little-endian), one a key; -1 for a miss."""
+
+    serial: int
+    lease: int
+    offsets: bytes
+
+
+class Committed(Struct, frozen=True, tag=True):
+    serial: int
+
+
+class Told(Struct, frozen=True, tag=True):
+    """The answer to `Ask`."""
+
+    serial: int
+    reply: Reply
 
 
 class Fetched(Struct, frozen=True, tag=True):
@@ -169,8 +222,25 @@ Call = (
     | Release
     | Measure
     | Audit
+    | Ask
+    | LeaseEach
+    | OpenEach
+    | Commit
 )
-Answer = Welcome | Leased | Fetched | RoomOpened | RoomReady | Measured | Audited | RefusedCall | RoomEnded
+Answer = (
+    Welcome
+    | Leased
+    | Fetched
+    | RoomOpened
+    | RoomReady
+    | Measured
+    | Audited
+    | RefusedCall
+    | RoomEnded
+    | Told
+    | LeasedEach
+    | Committed
+)
 
 M = TypeVar("M")
 

@@ -18,26 +18,34 @@ from moonpool.core.events import Registered, Reported, RoomConfirmed, RoomRefuse
 from moonpool.core.eviction import EvictionPolicy
 from moonpool.core.vocabulary import Capacity, PartKind, Peer
 from moonpool.errors import ConfigError, PeerUnavailableError, PoolError
+from moonpool.messenger.questions import Entered
 from moonpool.messenger.server import TcpServer
 from moonpool.messenger.tcp import TcpMessenger
 from moonpool.store.arena import Arena
+from moonpool.store.desk import Desk
 from moonpool.store.disks import Disks
 from moonpool.store.exchange import Exchange
 from moonpool.store.fetch import Fetcher
+from moonpool.store.gather import Gatherer
 from moonpool.store.ledger import Ledger
 from moonpool.store.loader import Loader
 from moonpool.store.messages import Welcome
+from moonpool.store.neighbours import Neighbours
 from moonpool.store.orders import Orders
 from moonpool.store.rooms import ClientId, RoomId
 from moonpool.store.server import HoldingRules, LocalServer, listen
 from moonpool.wire.link import Link
 from moonpool.wire.membership import Absences, Membership
-from moonpool.wire.messages import Envelope, Message
+from moonpool.wire.messages import Envelope, Located, Message
 
 log = logging.getLogger(__name__)
 
+ANNOUNCE_SECONDS = 0.005
+"""From one announcement to the next: the directory may be so far behind while many blocks come and go."""
 EXPIRY_SECONDS = 0.5
 """How often rooms and leases are looked through for those whose time is over."""
+BATCHES = 4
+"""A client's batch is moved in parts of this part of its quota, so that the arena never has to hold all of it."""
 RESERVE_SECONDS = 1.0
 """The most that a room waits for the SSD: the Conductor takes no answer within 2 s for a refusal."""
 
@@ -89,15 +97,23 @@ async def run_node(link: Link, conductor: str, config: NodeConfig) -> None:
         )
         stack.callback(node.disks.close)
         node.loader = loader = Loader(arena, node.ledger, node.disks)
-        data = TcpServer(config.data_host, config.data_port, config.token, Exchange(arena, node.ledger, loader))
+        quota = arena.size // 2 if config.client_quota is None else config.client_quota
+        batch_bytes = max(1, min(quota, arena.size) // BATCHES)
+        node.membership = Membership(link, conductor, lambda: describe, node.report, node.counters)
+        node.neighbours = Neighbours(link, messenger, lambda: node.membership.fleet, lambda: node.membership.conductor)
+        gatherer = Gatherer(arena, node.ledger, loader, node.neighbours, messenger)
+        entered = Entered(link.me.id, link.me.incarnation, arena.size, batch_bytes)
+        desk = Desk(entered, node.ledger, gatherer, node.neighbours, node.counters)
+        exchange = Exchange(arena, node.ledger, loader, desk, batch_bytes)
+        data = TcpServer(config.data_host, config.data_port, config.token, exchange)
         stack.callback(data.close)
+        stack.callback(exchange.close)
         fetcher = Fetcher(arena, node.ledger, loader, messenger, data.address)
         node.orders = Orders(fetcher, node.ledger.shelf)
         welcome = Welcome(link.me.id, link.me.incarnation, arena.size)
         node.data = data
-        quota = arena.size // 2 if config.client_quota is None else config.client_quota
         rules = HoldingRules(config.lease_seconds, config.grace, quota, config.life_fd)
-        node.clients = LocalServer(listener, welcome, arena, node.ledger, loader, fetcher, node.counters, rules)
+        node.clients = LocalServer(listener, welcome, arena, node.ledger, loader, fetcher, desk, node.counters, rules)
         describe = Registered(
             PartKind.NODE,
             link.me,
@@ -105,7 +121,6 @@ async def run_node(link: Link, conductor: str, config: NodeConfig) -> None:
             data_address=data.address,
             socket_path=str(socket_path),
         )
-        node.membership = Membership(link, conductor, lambda: describe, node.report, node.counters)
         size = arena.size >> 20
         log.info("node %s: %d MiB in %s, %s, data on %s", link.me.id, size, arena.pages, socket_path, data.address)
         await node.run()
@@ -145,6 +160,7 @@ class _Node:
     disks: Disks
     loader: Loader
     orders: Orders
+    neighbours: Neighbours
 
     def __init__(self, link: Link, arena: Arena, messenger: TcpMessenger, eviction: EvictionPolicy) -> None:
         self._link = link
@@ -154,6 +170,7 @@ class _Node:
         self._pending = asyncio.Event()
         self._announced = 0
         """Number of the last announcement that was sent."""
+        self._is_pending = False
         self._loads: set[asyncio.Task[None]] = set()
         self.ledger = Ledger(
             arena.extents, link.me.id, link.me.incarnation, self._on_pending, self._on_room_ended, eviction
@@ -221,6 +238,8 @@ class _Node:
                     log.info("room of %s attempt %d released", request, attempt)
             case Replicate() | Demote() | DropReplica() as order:
                 self.orders.take(order)
+            case Located() as answer:
+                self.neighbours.heard(answer)
             case SendSnapshot():
                 self.ledger.ask_snapshot()
             case other:
@@ -259,6 +278,7 @@ class _Node:
         while True:
             await self._pending.wait()
             self._pending.clear()
+            self._is_pending = False
             while (message := self.ledger.next_announcement()) is not None:
                 try:
                     await self._link.send(self.membership.conductor, message)
@@ -269,6 +289,8 @@ class _Node:
                     is_reachable = False
                 else:
                     is_reachable, self._announced = True, message.seq
+            # What becomes of the next few blocks goes together: a message a block would cost more than the block.
+            await asyncio.sleep(ANNOUNCE_SECONDS)
 
     async def _expire(self) -> None:
         absences = Absences()
@@ -278,11 +300,15 @@ class _Node:
             lost = absences.over(self.ledger.gateways() - self.membership.there(), now)
             if expired := self.ledger.expire(now, lost):
                 log.warning("%d rooms ended: their time was over or their gateway gone, and nobody used them", expired)
+            self.ledger.pins.expire(now)
             self.clients.end_overdue()
             self.disks.check(time.monotonic())
 
     def _on_pending(self) -> None:
-        self._on_loop(self._pending.set)
+        # Under the ledger's lock. The loop is woken once, not for each block.
+        if not self._is_pending:
+            self._is_pending = True
+            self._on_loop(self._pending.set)
 
     def _on_room_ended(self, client: ClientId, room: RoomId) -> None:
         self._on_loop(lambda: self.clients.room_ended(client, room))

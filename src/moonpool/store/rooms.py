@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NewType
 
-from moonpool.core.vocabulary import BlockKey, KeySpace, Peer, RequestId
+from moonpool.core.vocabulary import BlockKey, BlockMeta, KeySpace, Peer, RequestId
 from moonpool.errors import PoolError
 from moonpool.messenger.transfer import TAIL
 from moonpool.store.blocks import Block, Blocks
@@ -72,10 +72,12 @@ def open_room(
     tail_tokens: int,
     whole: bool,
     budget: int | None = None,
+    metas: Sequence[BlockMeta] | None = None,
 ) -> Room | None:
     """Pin what is readable, take space for the rest. `whole`: all of it or None; else as many leading keys as fit.
 
-    `budget`: the most bytes that the room of a client with a quota holds, readable blocks included.
+    `budget`: the most bytes that the room of a client with a quota holds, readable blocks included. `metas`: one a
+    key; without them the keys are a prompt's, from its first block on.
     """
     affordable = len(keys) if budget is None else max(0, budget) // page_aligned(space.block_bytes)
     if budget is not None:
@@ -90,14 +92,21 @@ def open_room(
             blocks.eviction.pin([present.name])
             room.blocks[index] = present
     room.lacking = tuple(missing)
-    if not _take(blocks, room, keys, whole, affordable):
+    if not _take(blocks, room, keys, whole, affordable, metas):
         free_room(blocks, room)
         return None
     room.unfinished = len(room.own())
     return room
 
 
-def _take(blocks: Blocks, room: Room, keys: Sequence[BlockKey], whole: bool, affordable: int) -> bool:
+def _take(
+    blocks: Blocks,
+    room: Room,
+    keys: Sequence[BlockKey],
+    whole: bool,
+    affordable: int,
+    metas: Sequence[BlockMeta] | None,
+) -> bool:
     if whole and not blocks.could_hold(bytes_lacking(room)):
         return False
     # The tail first: a hand-over needs it in any case, and it is small.
@@ -108,10 +117,11 @@ def _take(blocks: Blocks, room: Room, keys: Sequence[BlockKey], whole: bool, aff
     for index in room.lacking:
         if index >= affordable:
             break
-        parent = keys[index - 1] if index else None
-        block = blocks.allocate(room.space, keys[index], parent, index, room.space.run_bytes)
+        meta = BlockMeta(keys[index - 1] if index else None, index) if metas is None else metas[index]
+        block = blocks.allocate(room.space, keys[index], meta.parent, meta.index, room.space.run_bytes)
         if block is None:
             return not whole
+        block.tokens = meta.tokens
         room.blocks[index] = block
     return True
 

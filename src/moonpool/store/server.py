@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from moonpool.errors import ConfigError
 from moonpool.store.arena import Arena
+from moonpool.store.desk import Desk
 from moonpool.store.fetch import Fetcher
 from moonpool.store.holder import Holder, credentials
 from moonpool.store.ledger import Ledger
@@ -72,6 +73,7 @@ class LocalServer:
         ledger: Ledger,
         loader: Loader,
         fetcher: Fetcher,
+        desk: Desk,
         measure: Callable[[], dict[str, float]],
         rules: HoldingRules,
     ) -> None:
@@ -81,6 +83,7 @@ class LocalServer:
         self._ledger = ledger
         self._loader = loader
         self._fetcher = fetcher
+        self._desk = desk
         self._measure = measure
         self._rules = rules
         self._overdue = Overdue(rules.lease_seconds, rules.grace)
@@ -161,6 +164,7 @@ class LocalServer:
             self._ledger,
             self._loader,
             self._fetcher,
+            self._desk,
             self._measure,
         )
         self._sessions[client] = session

@@ -1,4 +1,8 @@
-"""One client of a node: its calls, one after another, and the answers that take longer."""
+"""One client of a node: its calls, one after another, and the answers that take longer.
+
+What can be answered from the node's books is answered in the callback that read the call: a task or a future a call
+would be most of its latency.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,15 @@ import asyncio
 import contextlib
 import logging
 import socket
+import struct
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine
 
 from moonpool.errors import PoolError
+from moonpool.messenger.questions import unpack_sums, unpacked
 from moonpool.store.arena import Arena
+from moonpool.store.desk import Desk
 from moonpool.store.fetch import Fetcher
 from moonpool.store.holder import Holder
 from moonpool.store.ledger import LeaseId, Ledger
@@ -18,11 +26,14 @@ from moonpool.store.loader import Loader
 from moonpool.store.messages import (
     PROTOCOL,
     Answer,
+    Ask,
     Audit,
     Audited,
     AwaitRoom,
     Call,
     CloseRoom,
+    Commit,
+    Committed,
     Complete,
     FetchBlocks,
     Fetched,
@@ -30,14 +41,18 @@ from moonpool.store.messages import (
     JoinRoom,
     LeaseBlocks,
     Leased,
+    LeasedEach,
+    LeaseEach,
     Measure,
     Measured,
+    OpenEach,
     OpenRoom,
     RefusedCall,
     Release,
     RoomEnded,
     RoomOpened,
     RoomReady,
+    Told,
     Welcome,
     call_frames,
     frame,
@@ -66,6 +81,7 @@ class Session:
         ledger: Ledger,
         loader: Loader,
         fetcher: Fetcher,
+        desk: Desk,
         measure: Callable[[], dict[str, float]],
     ) -> None:
         """`sock` is connected and non-blocking; the session closes it."""
@@ -76,11 +92,17 @@ class Session:
         self._ledger = ledger
         self._loader = loader
         self._fetcher = fetcher
+        self._desk = desk
         self._measure = measure
         self._loop = asyncio.get_running_loop()
-        self._sending = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._frames = call_frames()
+        self._calls: deque[Call] = deque()
+        """Read, but not yet taken; no more than one read brings."""
+        self._unsent = bytearray()
+        """What the client is too slow to take. Nothing more is read from it meanwhile."""
+        self._over: asyncio.Future[None] = self._loop.create_future()
+        """Resolved at the client's end, failed with PoolError where it talks nonsense."""
         self.name = f"client {client}"
         self.holder = holder
         self.heard = time.monotonic()
@@ -89,15 +111,21 @@ class Session:
 
     async def run(self) -> None:
         try:
+            self._loop.add_reader(self._socket, self._readable)
+            timer = self._loop.call_later(HELLO_SECONDS, self._still_silent)
             try:
-                await self._talk()
+                await self._over
+                log.info("%s left", self.name)
             except PoolError as e:
                 log.warning("%s disconnected: %s", self.name, e)
                 if self._is_greeted:
                     await self._await_end()
             except OSError as e:
                 log.info("%s is gone: %s", self.name, e)
+            finally:
+                timer.cancel()
         finally:
+            self._deafen()
             for task in list(self._tasks):
                 task.cancel()
             self._socket.close()
@@ -110,33 +138,65 @@ class Session:
 
     def room_ended(self, room: RoomId) -> None:
         """Called on the loop's thread."""
-        self._later(self._send(RoomEnded(room)))
+        self._send(RoomEnded(room))
 
-    async def _talk(self) -> None:
+    def _readable(self) -> None:
         try:
-            async with asyncio.timeout(HELLO_SECONDS):
-                early = await self._greet()
-        except TimeoutError:
-            raise PoolError(f"no Hello within {HELLO_SECONDS:g} s") from None
-        for call in early:
-            await self._handle(call)
-        while data := await self._loop.sock_recv(self._socket, RECEIVE_BYTES):
+            data = self._socket.recv(RECEIVE_BYTES)
             self.heard = time.monotonic()
-            for call in self._frames.feed(data):
-                await self._handle(call)
-        if not self._frames.is_between_frames:
-            raise PoolError("it closed the connection in the middle of a frame")
-        log.info("%s left", self.name)
+            if data:
+                self._calls.extend(self._frames.feed(data))
+        except (BlockingIOError, InterruptedError):
+            return
+        except (PoolError, OSError) as e:
+            self._finish(e)
+            return
+        if data:
+            self._work()
+        else:
+            self._left()
 
-    async def _greet(self) -> list[Call]:
-        """Exchange Hello and Welcome; returns calls that came right behind."""
-        calls: list[Call] = []
-        while not calls:
-            data = await self._loop.sock_recv(self._socket, RECEIVE_BYTES)
-            if not data:
-                raise PoolError("it closed the connection without a Hello")
-            calls = self._frames.feed(data)
-        hello = calls[0]
+    def _work(self) -> None:
+        """Take the calls that have come, as long as the client takes the answers."""
+        try:
+            while self._calls and not self._unsent:
+                call = self._calls.popleft()
+                if self._is_greeted:
+                    self._handle(call)
+                else:
+                    self._greet(call)
+        except (PoolError, OSError) as e:
+            self._finish(e)
+        except Exception as e:
+            log.exception("a call of %s failed", self.name)
+            self._finish(PoolError(f"its call failed: {e}"))
+
+    def _left(self) -> None:
+        if not self._is_greeted:
+            self._finish(PoolError("it closed the connection without a Hello"))
+        elif not self._frames.is_between_frames:
+            self._finish(PoolError("it closed the connection in the middle of a frame"))
+        else:
+            self._finish(None)
+
+    def _finish(self, error: Exception | None) -> None:
+        self._deafen()
+        if self._over.done():
+            return
+        if error is None:
+            self._over.set_result(None)
+        else:
+            self._over.set_exception(error)
+
+    def _deafen(self) -> None:
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+
+    def _still_silent(self) -> None:
+        if not self._is_greeted:
+            self._finish(PoolError(f"no Hello within {HELLO_SECONDS:g} s"))
+
+    def _greet(self, hello: Call) -> None:
         if not isinstance(hello, Hello):
             raise PoolError(f"{type(hello).__name__} came before Hello")
         if hello.protocol != PROTOCOL:
@@ -146,7 +206,6 @@ class Session:
         socket.send_fds(self._socket, [frame(self._welcome)], [self._arena.fd])
         self._is_greeted = True
         log.info("%s joined", self.name)
-        return calls[1:]
 
     async def _await_end(self) -> None:
         """A client that talks nonsense is refused but may still write into its rooms: they last until it is gone."""
@@ -157,7 +216,7 @@ class Session:
         except OSError:
             return
 
-    async def _handle(self, call: Call) -> None:
+    def _handle(self, call: Call) -> None:
         match call:
             case Complete():
                 self._ledger.complete(self._client, RoomId(call.room), call.runs, call.checksums)
@@ -171,22 +230,49 @@ class Session:
                 self._start(call.serial, self._load_and_lease(call))
             case FetchBlocks():
                 self._start(call.serial, self._fetch(call))
+            case Ask():
+                reply = self._desk.answer_now(call.question)
+                if reply is None:
+                    self._start(call.serial, self._ask(call))
+                else:
+                    self._send(Told(call.serial, reply))
+            case LeaseEach():
+                if self._desk.is_ready(call.space.id, unpacked(call.keys), call.waits):
+                    self._send(self._answered(call))
+                else:
+                    self._start(call.serial, self._bring_and_lease(call))
             case Hello():
                 raise PoolError("a second Hello")
             case _:
-                try:
-                    answer = self._answer(call)
-                except PoolError as e:
-                    answer = RefusedCall(call.serial, str(e))
-                await self._send(answer)
+                self._send(self._answered(call))
 
-    def _answer(self, call: LeaseBlocks | OpenRoom | JoinRoom | Measure | Audit) -> Answer:
+    def _answered(
+        self, call: LeaseBlocks | LeaseEach | OpenRoom | OpenEach | Commit | JoinRoom | Measure | Audit
+    ) -> Answer:
+        try:
+            return self._answer(call)
+        except PoolError as e:
+            return RefusedCall(call.serial, str(e))
+
+    def _answer(
+        self, call: LeaseBlocks | LeaseEach | OpenRoom | OpenEach | Commit | JoinRoom | Measure | Audit
+    ) -> Answer:
         match call:
             case LeaseBlocks():
                 lease = self._ledger.lease(self._client, call.space, call.keys)
                 return Leased(call.serial, lease.id, tuple(block.offset for block in lease.blocks))
+            case LeaseEach():
+                lease, found = self._ledger.lease_each(self._client, call.space, unpacked(call.keys))
+                offsets = [-1 if block is None else block.offset for block in found]
+                return LeasedEach(call.serial, lease.id, struct.pack(f"<{len(offsets)}q", *offsets))
             case OpenRoom():
                 return _opened(call.serial, self._ledger.open(self._client, call.space, call.keys, call.tail_tokens))
+            case OpenEach():
+                keys = unpacked(call.keys)
+                return _opened(call.serial, self._ledger.open_each(self._client, call.space, keys, call.metas))
+            case Commit():
+                self._ledger.commit(self._client, RoomId(call.room), unpack_sums(call.checksums))
+                return Committed(call.serial)
             case JoinRoom():
                 return _opened(call.serial, self._ledger.join(self._client, call.request, call.attempt))
             case Measure():
@@ -206,15 +292,21 @@ class Session:
             room = await asyncio.wrap_future(waiter)
         finally:
             timer.cancel()
-        await self._send(RoomReady(call.serial) if room is None else _ready(call.serial, room))
+        self._send(RoomReady(call.serial) if room is None else _ready(call.serial, room))
 
     async def _load_and_lease(self, call: LeaseBlocks) -> None:
         with await self._loader.load(call.space, call.keys):
-            try:
-                answer = self._answer(call)
-            except PoolError as e:
-                answer = RefusedCall(call.serial, str(e))
-        await self._send(answer)
+            answer = self._answered(call)
+        self._send(answer)
+
+    async def _bring_and_lease(self, call: LeaseEach) -> None:
+        seconds = min(call.time_left, LONGEST_SECONDS)
+        with await self._desk.bring(call.space, unpacked(call.keys), seconds, call.waits):
+            answer = self._answered(call)
+        self._send(answer)
+
+    async def _ask(self, call: Ask) -> None:
+        self._send(Told(call.serial, await self._desk.answer(call.question)))
 
     async def _fetch(self, call: FetchBlocks) -> None:
         try:
@@ -222,15 +314,13 @@ class Session:
             answer: Answer = Fetched(call.serial, readable)
         except PoolError as e:
             answer = RefusedCall(call.serial, str(e))
-        await self._send(answer)
+        self._send(answer)
 
     def _start(self, serial: int, work: Coroutine[None, None, None]) -> None:
         if len(self._tasks) >= MAX_OUTSTANDING:
             work.close()
-            work = self._send(RefusedCall(serial, f"{MAX_OUTSTANDING} calls of this client wait already"))
-        self._later(work)
-
-    def _later(self, work: Coroutine[None, None, None]) -> None:
+            self._send(RefusedCall(serial, f"{MAX_OUTSTANDING} calls of this client wait already"))
+            return
         task = self._loop.create_task(self._quietly(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -240,15 +330,44 @@ class Session:
     async def _quietly(self, work: Coroutine[None, None, None]) -> None:
         try:
             await work
-        except OSError as e:
-            log.debug("%s took no answer: %s", self.name, e)
         except Exception:
             log.exception("a call of %s failed", self.name)
 
-    async def _send(self, answer: Answer) -> None:
+    def _send(self, answer: Answer) -> None:
+        """What the socket does not take at once goes later; the client is not listened to before it is gone.
+
+        So no more than one answer and those to MAX_OUTSTANDING calls ever wait.
+        """
         data = frame(answer)
-        async with self._sending:
-            await self._loop.sock_sendall(self._socket, data)
+        if self._over.done():
+            return
+        if self._unsent:
+            self._unsent += data
+            return
+        try:
+            sent = self._socket.send(data)
+        except (BlockingIOError, InterruptedError):
+            sent = 0
+        except OSError as e:
+            self._finish(e)
+            return
+        if sent < len(data):
+            self._unsent += data[sent:]
+            self._loop.remove_reader(self._socket)
+            self._loop.add_writer(self._socket, self._writable)
+
+    def _writable(self) -> None:
+        try:
+            del self._unsent[: self._socket.send(self._unsent)]
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as e:
+            self._finish(e)
+            return
+        if not self._unsent:
+            self._loop.remove_writer(self._socket)
+            self._loop.add_reader(self._socket, self._readable)
+            self._work()
 
 
 def _opened(serial: int, room: Room) -> RoomOpened:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -65,6 +65,8 @@ class Shelf:
         """What is to be saved next, in order; some of it may have changed since."""
         self._looked_at = 0
         """How many blocks had come when nothing was found to be saved; 0: something was."""
+        self.pinned: Container[Name] = ()
+        """Blocks that must stay where they are (`Pins`)."""
         self.on_pressure: Callable[[], None] = lambda: None
         """Called under the lock when something may have to be saved: it may only wake somebody."""
         self._counts = dict.fromkeys(("ssd_saves", "ssd_promotions", "ssd_evictions", "ssd_checksum_failures"), 0)
@@ -126,6 +128,7 @@ class Shelf:
                 taken += size
                 packed = np.array(block.checksums, "<u8").tobytes()
                 shelved = Shelved(offset, block.space, name[1], block.parent, packed, size, number)
+                shelved.index, shelved.tokens = block.index, block.tokens
                 saves.blocks.append((shelved, block))
             return saves if saves.blocks or saves.removed else None
 
@@ -222,9 +225,44 @@ class Shelf:
                     self._volumes[shelved.volume].lru.unpin([shelved.name])
             for shelved in bad:
                 volume = self._volumes[shelved.volume]
-                if self._shelved.get(shelved.name) is shelved and not volume.lru.pins(shelved.name):
+                if self._shelved.get(shelved.name) is not shelved:
+                    continue
+                # A pin is no reason to keep what is damaged.
+                is_pinned = shelved.name in self.pinned
+                if volume.lru.pins(shelved.name) == is_pinned:
+                    if is_pinned:
+                        volume.lru.unpin([shelved.name])
                     self._remove(volume, shelved)
                     volume.unlogged.append(shelved)
+
+    def remove(self, name: Name) -> bool:
+        """Forget a block; False while it is being loaded. The caller has the lock, and it is not pinned."""
+        # What comes in its place is to be looked at, though there are no more blocks than before.
+        self._looked_at = 0
+        shelved = self._shelved.get(name)
+        if shelved is None:
+            return True
+        volume = self._volumes[shelved.volume]
+        if volume.lru.pins(name):
+            return False
+        self._remove(volume, shelved)
+        volume.unlogged.append(shelved)
+        self.on_pressure()
+        return True
+
+    def find(self, name: Name) -> Shelved | None:
+        """The caller has the lock."""
+        return self._shelved.get(name)
+
+    def hold(self, name: Name) -> None:
+        """Keep it, if it is here, until `let_go`. The caller has the lock."""
+        if (shelved := self._shelved.get(name)) is not None:
+            self._volumes[shelved.volume].lru.pin([name])
+
+    def let_go(self, name: Name) -> None:
+        """After `hold`. The caller has the lock."""
+        if (shelved := self._shelved.get(name)) is not None:
+            self._volumes[shelved.volume].lru.unpin([name])
 
     def space_of(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> KeySpace | None:
         """What the blocks of a key space look like, if one of these is on an SSD."""
@@ -349,7 +387,7 @@ class Shelf:
     def _add(self, volume: _Volume, shelved: Shelved) -> None:
         name = shelved.name
         self._shelved[name] = shelved
-        volume.lru.add(name, shelved.nbytes, _parent(shelved))
+        volume.lru.add(name, shelved.nbytes, _parent(shelved), pins=int(name in self.pinned))
         for tier in self._tiers():
             tier.came_elsewhere(name)
 

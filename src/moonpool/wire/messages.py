@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from msgspec import Struct
+from collections.abc import Sequence
+from typing import Annotated
+
+from msgspec import Meta, Struct
 
 from moonpool.core.actions import Action, Place
 from moonpool.core.events import Event
-from moonpool.core.vocabulary import BlockKey, PartId, Peer, RequestId
+from moonpool.core.vocabulary import BLOCK_KEY_BYTES, BlockKey, KeySpaceId, NodePeer, PartId, Peer, RequestId
 
 
 class Sampling(Struct, frozen=True):
@@ -121,7 +124,60 @@ class Description(Struct, frozen=True, tag=True):
     state: bytes
 
 
-Message = Event | Action | PrefillOrder | HandOver | Abandon | Stop | Tokens | Counters | Describe | Description
+class Locate(Struct, frozen=True, tag=True):
+    """Node to Conductor: who has these blocks, in any tier? `keys`: one behind the other."""
+
+    to: Peer
+    serial: int
+    space: KeySpaceId
+    keys: bytes
+
+    def unpacked(self) -> list[BlockKey]:
+        size = BLOCK_KEY_BYTES
+        return [BlockKey(self.keys[at : at + size]) for at in range(0, len(self.keys) // size * size, size)]
+
+
+class Located(Struct, frozen=True, tag=True):
+    """The answer to `Locate`: one bitmask a key, of the places in `nodes`, each `width` bytes (little-endian)."""
+
+    serial: int
+    nodes: tuple[NodePeer, ...]
+    width: Annotated[int, Meta(ge=1, le=1 << 16)]
+    masks: bytes
+
+    @classmethod
+    def of(cls, serial: int, holders: Sequence[Sequence[NodePeer]]) -> Located:
+        """`holders`: of each key."""
+        bits: dict[NodePeer, int] = {}
+        for nodes in holders:
+            for node in nodes:
+                bits.setdefault(node, 1 << len(bits))
+        width = max(1, (len(bits) + 7) // 8)
+        masks = b"".join(sum(bits[node] for node in nodes).to_bytes(width, "little") for nodes in holders)
+        return cls(serial, tuple(bits), width, masks)
+
+    def holders(self) -> list[tuple[NodePeer, ...]]:
+        found = []
+        for at in range(0, len(self.masks), self.width):
+            mask = int.from_bytes(self.masks[at : at + self.width], "little")
+            found.append(tuple(node for place, node in enumerate(self.nodes) if mask >> place & 1))
+        return found
+
+
+Message = (
+    Event
+    | Action
+    | PrefillOrder
+    | HandOver
+    | Abandon
+    | Stop
+    | Tokens
+    | Counters
+    | Describe
+    | Description
+    | Locate
+    | Located
+)
 
 
 class Envelope(Struct, frozen=True):

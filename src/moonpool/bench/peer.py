@@ -1,0 +1,156 @@
+"""Sets up Mooncake Store, the peer of `make bench-store`, in a virtual environment of its own.
+
+It lies in `peers` of Moonpool's cache directory and is made once. Its wheel wants three Debian libraries; where they
+are not installed their packages are unpacked beside it, which changes nothing on the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from moonpool.engine.model import home
+
+VERSION = "0.3.13.post1"
+PACKAGE = f"mooncake-transfer-engine-non-cuda=={VERSION}"
+LIBRARIES = ("libibverbs1", "libnl-3-200", "libnl-route-3-200")
+REMEDY = f"apt-get update && apt-get install {' '.join(LIBRARIES)}"
+INSTALL_SECONDS = 900.0
+TRY_SECONDS = 60.0
+
+
+class PeerMissingError(Exception):
+    """The peer cannot be set up here; why, and what would help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    folder: Path
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "venv" / "bin" / "python"
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Of the peer's processes: its libraries, and nothing of ours but what a caller adds."""
+        libraries = sorted({str(path.parent) for path in (self.folder / "libraries").rglob("*.so*")})
+        given = os.environ.get("LD_LIBRARY_PATH")
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
+        if libraries:
+            environment["LD_LIBRARY_PATH"] = ":".join([*libraries, *([given] if given else [])])
+        return environment
+
+
+def set_up(console: Console) -> Peer:
+    """The peer, ready to run. Raises PeerMissingError."""
+    folder = home() / "peers" / f"mooncake-{VERSION}"
+    peer = Peer(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder / "lock"):
+            if not (folder / "installed").exists():
+                _install(peer, console)
+                (folder / "installed").touch()
+    except OSError as error:
+        raise PeerMissingError(f"cannot write to {folder}: {error.strerror or error}") from error
+    return peer
+
+
+def _install(peer: Peer, console: Console) -> None:
+    for leftover in ("venv", "libraries", "packages"):
+        shutil.rmtree(peer.folder / leftover, ignore_errors=True)
+    with console.status(f"Mooncake Store {VERSION}: a virtual environment of its own (once, 50 MB)"):
+        _run([sys.executable, "-m", "venv", str(peer.folder / "venv")], peer, "no virtual environment")
+        pip = [str(peer.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
+        _run([*pip, "--only-binary", ":all:", "numpy", PACKAGE], peer, f"pip cannot install {PACKAGE}")
+    if (lack := _what_lacks(peer)) is not None:
+        with console.status("Mooncake Store: the Debian libraries that it needs"):
+            _unpack_libraries(peer, lack)
+        lack = _what_lacks(peer)
+    if lack is not None:
+        raise PeerMissingError(f"its module does not load ({lack}); try: {REMEDY}")
+
+
+def _what_lacks(peer: Peer) -> str | None:
+    """What keeps the store's module from loading."""
+    tried = subprocess.run(
+        [str(peer.python), "-c", "import mooncake.store"],
+        env=peer.environment,
+        capture_output=True,
+        text=True,
+        timeout=TRY_SECONDS,
+        check=False,
+    )
+    return _last_line(tried.stderr) if tried.returncode else None
+
+
+def _unpack_libraries(peer: Peer, lack: str) -> None:
+    """Beside the peer, not into the system. Raises PeerMissingError."""
+    if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
+        raise PeerMissingError(f"{lack}; it needs the libraries of Debian's {', '.join(LIBRARIES)}")
+    packages = peer.folder / "packages"
+    packages.mkdir()
+    fetch = ["apt-get", "--quiet", "download", *LIBRARIES]
+    try:
+        _run(fetch, peer, "apt-get download failed", packages)
+    except PeerMissingError:
+        # A machine without package lists: fetch some, into a folder of our own.
+        (packages / "lists" / "partial").mkdir(parents=True)
+        own = ["-o", f"Dir::State::lists={packages}/lists", "-o", f"Dir::Cache={packages}"]
+        _run(["apt-get", "--quiet", *own, "update"], peer, f"{lack}; try: {REMEDY}; apt-get update failed", packages)
+        _run([*fetch, *own], peer, f"{lack}; try: {REMEDY}; apt-get download failed", packages)
+    for package in sorted(packages.glob("*.deb")):
+        _run(["dpkg-deb", "-x", str(package), str(peer.folder / "libraries")], peer, f"{package.name} is damaged")
+    shutil.rmtree(packages)
+
+
+def _run(command: Sequence[str], peer: Peer, trouble: str, folder: Path | None = None) -> None:
+    try:
+        done = subprocess.run(
+            command,
+            env=peer.environment,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=INSTALL_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise PeerMissingError(f"{trouble}: not done after {INSTALL_SECONDS:g} s") from None
+    if done.returncode:
+        raise PeerMissingError(f"{trouble}: {_last_line(done.stderr or done.stdout)}")
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "no reason given"
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Two benches at a time: the second waits for what the first installs."""
+    until = time.monotonic() + INSTALL_SECONDS
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise PeerMissingError(
+                        f"another process has been installing it for {INSTALL_SECONDS:g} s"
+                    ) from None
+                time.sleep(0.2)
+            else:
+                break
+        yield

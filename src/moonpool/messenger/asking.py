@@ -1,0 +1,117 @@
+"""The connecting side of `giving`: one call over one connection, in the calling thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from moonpool.errors import PoolError, TransferError
+from moonpool.messenger.channel import Channel, Header
+from moonpool.messenger.digest import RunDigests
+from moonpool.messenger.giving import receive
+from moonpool.messenger.questions import (
+    YES,
+    Checksums,
+    GetBlocks,
+    Given,
+    Marks,
+    PutBlocks,
+    Question,
+    Refused,
+    Reply,
+    pack_sums,
+    unpack_sums,
+)
+from moonpool.messenger.transfer import Bytes
+
+FIRST_BYTES = 256 << 10
+"""Summed up, then sent: the other side has something to do early. Then twice as much each time, up to GROUP_BYTES."""
+GROUP_BYTES = 4 << 20
+"""Fewer and larger system calls gain more than the processor's cache does."""
+
+
+def ask(channel: Channel, question: Question, until: float) -> Reply:
+    """Raises PoolError where the node refuses."""
+    channel.send_header(question, until)
+    reply = _heard(channel, until)
+    if not isinstance(reply, Reply):
+        raise TransferError(f"{type(reply).__name__} came as the answer to {type(question).__name__}")
+    return reply
+
+
+def get(
+    channel: Channel,
+    request: GetBlocks,
+    place: Callable[[Given], Sequence[Sequence[Bytes] | None]],
+    landed: Callable[[int, Sequence[int]], None],
+    until: float,
+) -> list[int | None]:
+    """For each block None where it did not come, or not as it was sent; else which copy it is (0: all of its runs).
+
+    `place` says where each of those that come goes, in pieces (None: nowhere); `landed` is called with the number of
+    each among those that come.
+    """
+    channel.send_header(request, until)
+    given = _heard(channel, until)
+    if not isinstance(given, Given) or len(given.marks) * 16 != len(request.keys):
+        raise TransferError(f"{type(given).__name__} came as the answer to GetBlocks, or not one mark a key")
+    sums, coming = unpack_sums(given.checksums), given.marks.count(YES)
+    if len(sums) != coming * request.runs:
+        raise TransferError(f"{coming} blocks of {request.runs} runs with {len(sums)} checksums")
+    copies = unpack_sums(given.copies) or (0,) * coming
+    if len(copies) != coming:
+        raise TransferError(f"{coming} blocks with marks of {len(copies)} copies")
+    targets = place(given)
+    nbytes = request.runs * request.space.run_bytes
+    came: list[int | None] = []
+    for position, pieces in enumerate(targets):
+        if pieces is None:
+            channel.skip(nbytes, until)
+            came.append(None)
+            continue
+        found = receive(channel, pieces, request.space.run_bytes, until)
+        is_good = found == list(sums[position * request.runs : (position + 1) * request.runs])
+        came.append(copies[position] if is_good else None)
+        if is_good:
+            landed(position, found)
+    coming_next = iter(came)
+    return [next(coming_next) if mark == YES else None for mark in given.marks]
+
+
+def put(channel: Channel, request: PutBlocks, sources: Sequence[Sequence[Bytes]], until: float) -> bytes:
+    """One mark a key: YES, NO where the node had it already, or DAMAGED. `sources`: pieces of each block."""
+    channel.send_header(request, until, more=True)
+    sums: list[int] = []
+    group: list[memoryview] = []
+    room = limit = FIRST_BYTES
+    for pieces in sources:
+        digests = RunDigests(request.space.run_bytes)
+        for piece in pieces:
+            view = piece.data
+            while len(view):
+                part, view = view[:room], view[room:]
+                digests.feed(part)
+                group.append(part)
+                room -= len(part)
+                if not room:
+                    channel.send_all(group, until, more=True)
+                    group = []
+                    room = limit = min(2 * limit, GROUP_BYTES)
+        sums += digests.checksums
+    channel.send_all(group, until, more=True)
+    channel.send_header(Checksums(pack_sums(sums)), until)
+    reply = _heard(channel, until)
+    if not isinstance(reply, Marks) or len(reply.marks) * 16 != len(request.keys):
+        raise TransferError(f"{type(reply).__name__} came as the answer to PutBlocks, or not one mark a key")
+    return reply.marks
+
+
+def _heard(channel: Channel, until: float) -> Header:
+    header = channel.receive_header(until)
+    if isinstance(header, Refused):
+        raise PoolError(header.reason)
+    return header
+
+
+def seconds_left(until: float) -> float:
+    return max(0.0, until - time.monotonic())

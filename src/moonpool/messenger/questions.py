@@ -1,0 +1,194 @@
+"""What a client of the pool asks its home node, over the node's Unix socket or its data address (docs/protocol.md).
+
+Keys travel packed, one behind the other; answers hold one byte a key, in the same order.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Final
+
+from msgspec import Meta, Struct
+
+from moonpool.core.vocabulary import (
+    BLOCK_KEY_BYTES,
+    BlockKey,
+    BlockMeta,
+    Incarnation,
+    KeySpace,
+    KeySpaceId,
+    PartId,
+)
+from moonpool.errors import PoolError
+
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+
+NO: Final = 0
+YES: Final = 1
+LEASED: Final = 2
+"""Not removed: somebody reads it."""
+PINNED: Final = 3
+"""Not removed."""
+BUSY: Final = 4
+"""Not removed: it is on its way to or from an SSD."""
+DAMAGED: Final = 5
+"""Not put: it did not arrive as it was sent."""
+
+
+class Enter(Struct, frozen=True, tag=True):
+    """The first question of a client that comes over the network: who are you?"""
+
+
+class Exists(Struct, frozen=True, tag=True):
+    """Is it in the pool, in whatever tier? `here`: on this node."""
+
+    space: KeySpaceId
+    keys: bytes
+    here: bool = False
+
+
+class Pin(Struct, frozen=True, tag=True):
+    space: KeySpace
+    keys: bytes
+    ttl: Seconds
+
+
+class Unpin(Struct, frozen=True, tag=True):
+    space: KeySpaceId
+    keys: bytes
+
+
+class Remove(Struct, frozen=True, tag=True):
+    """`here`: from this node alone."""
+
+    space: KeySpaceId
+    keys: bytes
+    here: bool = False
+
+
+class CountHolders(Struct, frozen=True, tag=True):
+    """On how many nodes is it?"""
+
+    space: KeySpace
+    keys: bytes
+
+
+class DescribeBlocks(Struct, frozen=True, tag=True):
+    space: KeySpaceId
+    keys: bytes
+
+
+class TakeStock(Struct, frozen=True, tag=True):
+    """The node's counters and gauges."""
+
+
+class Entered(Struct, frozen=True, tag=True):
+    node: PartId
+    incarnation: Incarnation
+    arena_bytes: int
+    batch_bytes: int
+    """A batch of more is moved in parts."""
+
+
+class Marks(Struct, frozen=True, tag=True):
+    """A byte a key: NO, YES, or why not."""
+
+    marks: bytes
+
+
+class Numbers(Struct, frozen=True, tag=True):
+    numbers: tuple[int, ...]
+
+
+class Described(Struct, frozen=True, tag=True):
+    """None for a block that is not on this node."""
+
+    metas: tuple[BlockMeta | None, ...]
+
+
+class Stock(Struct, frozen=True, tag=True):
+    values: dict[str, float]
+
+
+class Refused(Struct, frozen=True, tag=True):
+    reason: str
+
+
+class GetBlocks(Struct, frozen=True, tag=True):
+    """Over the data address only: runs `first_run` to `first_run + runs` of each block."""
+
+    space: KeySpace
+    keys: bytes
+    first_run: Annotated[int, Meta(ge=0, le=1 << 20)]
+    runs: Annotated[int, Meta(ge=1, le=1 << 20)]
+    time_left: Seconds
+    waits: bool = False
+    """Also for blocks that somebody is writing now."""
+    here: bool = False
+    """Only what this node has: the question of another node."""
+
+
+class Given(Struct, frozen=True, tag=True):
+    """The answer to `GetBlocks`; the runs follow, block after block, of those that are marked with YES."""
+
+    marks: bytes
+    checksums: bytes
+    """u64 (little-endian), one a run that follows."""
+    metas: tuple[BlockMeta, ...] = ()
+    """With `here`: one a block that follows."""
+    copies: bytes = b""
+    """Where not all runs were wanted: u64 a block that follows, of all its checksums. Equal ones mean equal bytes, so
+    that parts of a block that came in two answers belong together."""
+
+
+class PutBlocks(Struct, frozen=True, tag=True):
+    """Over the data address only. All blocks follow, then `Checksums`; the answer is `Marks`."""
+
+    space: KeySpace
+    keys: bytes
+    metas: tuple[BlockMeta, ...]
+    """One a key, or none."""
+    time_left: Seconds
+
+
+class Checksums(Struct, frozen=True, tag=True):
+    """u64 (little-endian), one a run of the blocks before: known to the sender only when it has read them."""
+
+    checksums: bytes
+
+
+Question = Enter | Exists | Pin | Unpin | Remove | CountHolders | DescribeBlocks | TakeStock
+Reply = Entered | Marks | Numbers | Described | Stock | Refused
+
+
+def packed(keys: Sequence[BlockKey]) -> bytes:
+    """Raises PoolError for a key of another length."""
+    if any(len(key) != BLOCK_KEY_BYTES for key in keys):
+        wrong = next(key for key in keys if len(key) != BLOCK_KEY_BYTES)
+        raise PoolError(
+            f"a block key has {BLOCK_KEY_BYTES} bytes, not {len(wrong)}: take `Space.keys_of` or `key_of` to make one"
+        )
+    return b"".join(keys)
+
+
+def unpacked(keys: bytes) -> list[BlockKey]:
+    """Raises PoolError for what cannot be keys."""
+    if len(keys) % BLOCK_KEY_BYTES:
+        raise PoolError(f"{len(keys)} bytes are no whole block keys of {BLOCK_KEY_BYTES} bytes")
+    return [BlockKey(keys[at : at + BLOCK_KEY_BYTES]) for at in range(0, len(keys), BLOCK_KEY_BYTES)]
+
+
+def marks(values: Iterable[int]) -> Marks:
+    return Marks(bytes(values))
+
+
+def pack_sums(sums: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(sums)}Q", *sums)
+
+
+def unpack_sums(data: bytes) -> tuple[int, ...]:
+    """Raises PoolError for what is no whole number of checksums."""
+    if len(data) % 8:
+        raise PoolError(f"{len(data)} bytes are no checksums of 8 bytes")
+    return struct.unpack(f"<{len(data) // 8}Q", data)

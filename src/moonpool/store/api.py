@@ -1,0 +1,335 @@
+"""The pool as a key-value store, for any program of this or another host (docs/pool.md).
+
+    with Client.connect("/run/…/node-0.sock") as pool:              # or "host:port" of a node's data address
+        space = pool.space("my-model/bf16", block_tokens=64, layers=32, block_bytes=32 * 262144)
+        key, *_ = space.keys_of(token_ids)
+        space.put(key, data)
+        with space.get([key]) as (block,):
+            ...                                                     # None, or a read-only view of the bytes
+
+Everything raises PoolError with a message that says what to do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Self, TypeVar, overload
+
+from moonpool.core.blocks import block_keys
+from moonpool.core.vocabulary import BLOCK_KEY_BYTES, BlockKey, BlockMeta, KeySpace, KeySpaceId, PartId
+from moonpool.errors import PoolError
+from moonpool.messenger.questions import (
+    BUSY,
+    LEASED,
+    PINNED,
+    YES,
+    CountHolders,
+    DescribeBlocks,
+    Described,
+    Exists,
+    Marks,
+    Numbers,
+    Pin,
+    Question,
+    Remove,
+    Stock,
+    TakeStock,
+    Unpin,
+    packed,
+)
+from moonpool.messenger.transfer import Bytes
+from moonpool.store.buffers import Buffer, as_pieces
+from moonpool.store.far import FarHome
+from moonpool.store.home import Held, Home, Layers, Wait
+from moonpool.store.near import NearHome
+
+T = TypeVar("T")
+
+TIMEOUT_SECONDS = 30.0
+_ID_DIGITS = 32
+
+
+def key_of(*parts: str | bytes) -> BlockKey:
+    """A key for whatever these name together: 16 bytes of SHA-256. For prompts take `Space.keys_of`."""
+    state = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        state.update(len(data).to_bytes(8, "little"))
+        state.update(data)
+    return BlockKey(state.digest()[:BLOCK_KEY_BYTES])
+
+
+class Client:
+    """One program's connection to its home node. Thread-safe.
+
+    What the home node lacks it looks up in the cluster's directory and fetches from the node that has it.
+    """
+
+    @classmethod
+    def connect(
+        cls, address: str | Path, *, token: str | None = None, name: str = "client", timeout: float = TIMEOUT_SECONDS
+    ) -> Client:
+        """`address`: the path of a node's socket on this host (zero copies), or `host:port` of its data address.
+
+        `token`: the cluster's, for `host:port`. `name` is for the node's log. `timeout`: the most that any call takes,
+        in seconds, beyond what `wait_until` allows.
+        """
+        if isinstance(address, str) and "/" not in address and ":" in address:
+            return cls(FarHome(address, token, name, timeout), timeout)
+        return cls(NearHome(address, name, timeout), timeout)
+
+    def __init__(self, home: Home, timeout: float) -> None:
+        """Use `connect`."""
+        self._home = home
+        self._timeout = timeout
+
+    @property
+    def node(self) -> PartId:
+        """The home node."""
+        return self._home.node
+
+    def space(self, name: str | KeySpace, *, block_bytes: int = 0, layers: int = 1, block_tokens: int = 1) -> Space:
+        """The blocks of one layout, all of one size. Nothing is created: equal names and sizes mean the same space.
+
+        `name`: anything, an id of 32 hex digits, or a whole KeySpace. `layers` divide a block into runs of equal size
+        that can be read by themselves and have a checksum each.
+        """
+        if isinstance(name, KeySpace):
+            return Space(self._home, name, self._timeout)
+        if block_bytes < 1 or layers < 1 or block_bytes % layers:
+            raise PoolError(
+                f"key space {name}: {block_bytes} bytes are no {layers} layers of equal size: see block_bytes"
+            )
+        is_id = len(name) == _ID_DIGITS and all(digit in "0123456789abcdef" for digit in name)
+        space_id = name if is_id else key_of("moonpool key space", name).hex()
+        return Space(
+            self._home, KeySpace(KeySpaceId(space_id), block_tokens, layers, block_bytes // layers), self._timeout
+        )
+
+    def stats(self) -> dict[str, float]:
+        """The home node's counters and gauges (docs/operations.md)."""
+        stock = self._home.ask(TakeStock())
+        assert isinstance(stock, Stock)
+        return stock.values
+
+    def close(self) -> None:
+        """Leases of this client end: no view of it may be used any more."""
+        self._home.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Blocks(Sequence[Bytes | None]):
+    """What `get` found, in the order of its keys: read-only bytes, or None for a miss. Use it as a context manager.
+
+    The views may not be used after its end: on the node's host they are the pool's own memory.
+    """
+
+    def __init__(self, held: Sequence[Held]) -> None:
+        self._held = held
+        self._views = [view for part in held for view in part.views]
+
+    @overload
+    def __getitem__(self, index: int) -> Bytes | None: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Bytes | None]: ...
+
+    def __getitem__(self, index: int | slice) -> Bytes | Sequence[Bytes | None] | None:
+        return self._views[index]
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    @property
+    def hits(self) -> int:
+        return sum(view is not None for view in self._views)
+
+    def close(self) -> None:
+        """Closing twice, or after the node is gone, does nothing."""
+        for part in self._held:
+            part.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Space:
+    """The blocks of one layout. Get one from `Client.space`."""
+
+    def __init__(self, home: Home, space: KeySpace, timeout: float) -> None:
+        self.key_space = space
+        self._home = home
+        self._timeout = timeout
+
+    @property
+    def block_bytes(self) -> int:
+        return self.key_space.block_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.key_space.run_bytes
+
+    def keys_of(self, tokens: Sequence[int], salt: str = "") -> tuple[BlockKey, ...]:
+        """Of the whole blocks of a prompt: equal keys mean equal prefixes (and an equal salt)."""
+        return block_keys(tokens, self.key_space, salt)
+
+    # Writing
+
+    def put(self, key: BlockKey, data: Buffer, meta: BlockMeta | None = None) -> bool:
+        """Store a block; everybody can read it when this returns. False: it was there already, and stays as it is."""
+        return self.put_from(key, [data], meta)
+
+    def put_many(self, keys: Sequence[BlockKey], data: Sequence[Buffer], metas: Sequence[BlockMeta] = ()) -> list[bool]:
+        return self.put_from_many(keys, [[buffer] for buffer in data], metas)
+
+    def put_from(self, key: BlockKey, pieces: Sequence[Buffer], meta: BlockMeta | None = None) -> bool:
+        """A block from several buffers, one a layer for example: one behind the other they are its bytes."""
+        return self.put_from_many([key], [pieces], [] if meta is None else [meta])[0]
+
+    def put_from_many(
+        self, keys: Sequence[BlockKey], pieces: Sequence[Sequence[Buffer]], metas: Sequence[BlockMeta] = ()
+    ) -> list[bool]:
+        _check_length(keys, pieces, "lists of buffers")
+        if metas:
+            _check_length(keys, metas, "metas")
+        packed(keys)
+        sources = [as_pieces(buffers, self.block_bytes) for buffers in pieces]
+        return self._in_parts(
+            len(keys),
+            self.block_bytes,
+            lambda part: self._home.put(self.key_space, keys[part], sources[part], metas[part]),
+        )
+
+    # Reading
+
+    def get(self, keys: Sequence[BlockKey], layers: Layers | None = None, wait_until: float | None = None) -> Blocks:
+        """These blocks, each by itself: those that are there.
+
+        `layers`: (first, count), only these. `wait_until`: a time of time.monotonic() until which blocks that somebody
+        is writing now are waited for; one whose writer gives up is a miss at once.
+        """
+        chosen, wait = self._layers(layers), self._wait(wait_until)
+        packed(keys)
+        if not self._home.copies:
+            return Blocks([self._home.get(self.key_space, keys, chosen, wait)])
+        parts = self._parts(len(keys), chosen[1] * self.layer_bytes)
+        return Blocks([self._home.get(self.key_space, keys[part], chosen, wait) for part in parts])
+
+    def get_into(
+        self,
+        key: BlockKey,
+        pieces: Sequence[Buffer],
+        layers: Layers | None = None,
+        wait_until: float | None = None,
+    ) -> bool:
+        """Copy a block into several buffers, one a layer for example. False for a miss: they may hold anything then."""
+        return self.get_into_many([key], [pieces], layers, wait_until)[0]
+
+    def get_into_many(
+        self,
+        keys: Sequence[BlockKey],
+        pieces: Sequence[Sequence[Buffer]],
+        layers: Layers | None = None,
+        wait_until: float | None = None,
+    ) -> list[bool]:
+        _check_length(keys, pieces, "lists of buffers")
+        chosen, wait = self._layers(layers), self._wait(wait_until)
+        packed(keys)
+        nbytes = chosen[1] * self.layer_bytes
+        targets = [as_pieces(buffers, nbytes, writable=True) for buffers in pieces]
+        return self._in_parts(
+            len(keys),
+            nbytes,
+            lambda part: self._home.get_into(self.key_space, keys[part], targets[part], chosen, wait),
+        )
+
+    def exists(self, key: BlockKey) -> bool:
+        return self.exists_many([key])[0]
+
+    def exists_many(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Which of them are in the pool, on any node and in any tier."""
+        return _yes(self._marks(Exists(self.key_space.id, packed(keys))))
+
+    def metas(self, keys: Sequence[BlockKey]) -> list[BlockMeta | None]:
+        """What was given with those blocks that are on the home node."""
+        described = self._home.ask(DescribeBlocks(self.key_space.id, packed(keys)))
+        assert isinstance(described, Described)
+        return list(described.metas)
+
+    # Keeping
+
+    def pin(self, keys: Sequence[BlockKey], ttl: float) -> list[bool]:
+        """Keep these blocks on the home node for `ttl` seconds, whatever else needs room, this client's end or not.
+
+        False for those that are not in the pool. Pinning again prolongs. PoolError beyond a quarter of the arena.
+        """
+        if not 0 < ttl <= 1e9:
+            raise PoolError(f"a pin ends after its time, which is not {ttl} seconds")
+        return _yes(self._marks(Pin(self.key_space, packed(keys), ttl)))
+
+    def unpin(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """End these pins, whoever made them. False for those that were not pinned on the home node."""
+        return _yes(self._marks(Unpin(self.key_space.id, packed(keys))))
+
+    def replicas(self, key: BlockKey) -> int:
+        """On how many nodes it is."""
+        answer = self._home.ask(CountHolders(self.key_space, packed([key])))
+        assert isinstance(answer, Numbers)
+        return answer.numbers[0]
+
+    def remove(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Take these blocks out of the pool, on all nodes. False for those that were not there.
+
+        Raises PoolError that names those which somebody reads or has pinned; the others are gone all the same.
+        """
+        marks = self._marks(Remove(self.key_space.id, packed(keys)))
+        why = {LEASED: "read by somebody", PINNED: "pinned", BUSY: "on its way to or from an SSD"}
+        kept = [f"{key.hex()} ({why[mark]})" for key, mark in zip(keys, marks, strict=True) if mark in why]
+        if kept:
+            more = f" and {len(kept) - 8} more" if len(kept) > 8 else ""
+            raise PoolError(f"not removed: {', '.join(kept[:8])}{more}; release or unpin first")
+        return _yes(marks)
+
+    def _marks(self, question: Question) -> bytes:
+        answer = self._home.ask(question)
+        assert isinstance(answer, Marks)
+        return answer.marks
+
+    def _layers(self, layers: Layers | None) -> Layers:
+        count = self.key_space.runs
+        first, chosen = (0, count) if layers is None else layers
+        if first < 0 or chosen < 1 or first + chosen > count:
+            raise PoolError(f"layers ({first}, {chosen}): a block of this space has {count}; give (first, count)")
+        return first, chosen
+
+    def _wait(self, wait_until: float | None) -> Wait:
+        if wait_until is None:
+            return Wait(self._timeout, False)
+        return Wait(max(0.0, wait_until - time.monotonic()), True)
+
+    def _parts(self, count: int, nbytes: int) -> Iterator[slice]:
+        size = max(1, self._home.batch_bytes // nbytes)
+        return (slice(start, min(start + size, count)) for start in range(0, max(count, 1), size))
+
+    def _in_parts(self, count: int, nbytes: int, work: Callable[[slice], list[T]]) -> list[T]:
+        return [outcome for part in self._parts(count, nbytes) for outcome in work(part)]
+
+
+def _yes(marks: bytes) -> list[bool]:
+    return [mark == YES for mark in marks]
+
+
+def _check_length(keys: Sequence[BlockKey], others: Sequence[object], what: str) -> None:
+    if len(keys) != len(others):
+        raise PoolError(f"{len(keys)} keys with {len(others)} {what}")

@@ -1,0 +1,72 @@
+"""A user's buffers as plain bytes, without copying: whatever has the buffer protocol, and torch CPU tensors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from moonpool.errors import PoolError
+from moonpool.messenger.transfer import Bytes
+
+Buffer = Any
+"""bytes, bytearray, memoryview, a numpy array, a torch tensor, …: contiguous, in this machine's memory."""
+
+PAGE_BYTES = 4096
+
+
+def as_bytes(buffer: Buffer) -> Bytes:
+    """The same memory, flat. Raises PoolError for what has no bytes in one piece."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(buffer, torch.Tensor):
+        return _tensor_bytes(buffer, torch.uint8)
+    try:
+        if isinstance(buffer, np.ndarray):
+            if not buffer.flags.c_contiguous:
+                raise BufferError("it is not contiguous")
+            # By way of the plain memory: formats of other packages (bfloat16) have no buffer of their own.
+            return buffer.reshape(-1).view(np.uint8)
+        return np.frombuffer(memoryview(buffer).cast("B"), np.uint8)
+    except (TypeError, ValueError, BufferError) as e:
+        raise PoolError(
+            f"a {type(buffer).__name__} is no buffer for the pool ({e}): give contiguous bytes, a numpy array or a "
+            "torch tensor on the CPU"
+        ) from None
+
+
+def as_pieces(buffers: Sequence[Buffer], nbytes: int, writable: bool = False) -> list[Bytes]:
+    """Raises PoolError unless they have exactly so many bytes together (and can be written to)."""
+    pieces = [as_bytes(buffer) for buffer in buffers]
+    total = sum(piece.nbytes for piece in pieces)
+    if total != nbytes:
+        raise PoolError(f"{len(pieces)} buffers of {total} bytes together, where {nbytes} bytes are needed")
+    if writable and not all(piece.flags.writeable for piece in pieces):
+        raise PoolError("a buffer to read into is read-only: give a bytearray or an array that can be written")
+    return pieces
+
+
+def part_of(pieces: Sequence[Bytes], start: int, stop: int) -> list[Bytes]:
+    """Bytes `start` to `stop` of all of them together."""
+    found, at = [], 0
+    for piece in pieces:
+        chosen = piece[max(0, start - at) : max(0, stop - at)]
+        if chosen.nbytes:
+            found.append(chosen)
+        at += piece.nbytes
+    return found
+
+
+def private_bytes(nbytes: int) -> Bytes:
+    """Fresh memory that begins with a page, as blocks of an arena do."""
+    memory = np.empty(nbytes + PAGE_BYTES, np.uint8)
+    start = -memory.ctypes.data % PAGE_BYTES
+    return memory[start : start + nbytes]
+
+
+def _tensor_bytes(tensor: Any, uint8: Any) -> Bytes:
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise PoolError("a tensor for the pool must be contiguous and on the CPU: give tensor.contiguous().cpu()")
+    flat: Bytes = tensor.detach().reshape(-1).view(uint8).numpy()
+    return flat

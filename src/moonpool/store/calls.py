@@ -1,0 +1,163 @@
+"""Calls over a node's Unix socket in the calling threads: no other thread stands between a call and its answer.
+
+Of several threads that wait, one reads for all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from itertools import count
+
+from moonpool.core.vocabulary import PartId
+from moonpool.errors import PoolError
+from moonpool.store.messages import Answer, Call, Frames, RefusedCall, RoomEnded, Welcome, frame
+
+log = logging.getLogger(__name__)
+
+SEND_SECONDS = 5.0
+RECEIVE_BYTES = 1 << 16
+_TIMEVAL = struct.Struct("ll")
+
+
+class Caller:
+    """Thread-safe."""
+
+    def __init__(
+        self, sock: socket.socket, frames: Frames[Answer], node: PartId, dispose: Callable[[Answer], None]
+    ) -> None:
+        """`sock` has been welcomed by the node. `dispose` of an answer that comes when nobody waits for it any more."""
+        self._socket = sock
+        self._frames = frames
+        self._node = node
+        self._dispose = dispose
+        self._sending = threading.Lock()
+        self._changed = threading.Condition(threading.Lock())
+        self._serials = count(1)
+        self._waiting: set[int] = set()
+        self._answers: dict[int, Answer] = {}
+        self._is_reading = False
+        self._gone = ""
+        sock.settimeout(None)
+        # A node that takes nothing for so long is as good as gone. Who reads polls first, with the call's deadline.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(SEND_SECONDS), 0))
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+
+    def call(self, make: Callable[[int], Call], seconds: float) -> Answer:
+        """The answer to a call, made with its serial. Raises PoolError: refused, too late, or the node is gone."""
+        until = time.monotonic() + seconds
+        serial = next(self._serials)
+        data = frame(make(serial))
+        with self._changed:
+            self._check()
+            self._waiting.add(serial)
+        try:
+            self._send(data)
+            answer = self._await(serial, until)
+        finally:
+            with self._changed:
+                self._waiting.discard(serial)
+                late = self._answers.pop(serial, None)
+            if late is not None:
+                self._dispose(late)
+        if isinstance(answer, RefusedCall):
+            raise PoolError(answer.reason)
+        return answer
+
+    def post(self, call: Call) -> None:
+        """A call that has no answer, for the end of something that ends with the node anyhow."""
+        with contextlib.suppress(PoolError):
+            self._send(frame(call))
+
+    def close(self) -> None:
+        """Calls that run fail at once."""
+        self._lose("this client was closed")
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_reading, SEND_SECONDS)
+        self._socket.close()
+
+    def _await(self, serial: int, until: float) -> Answer:
+        with self._changed:
+            while (answer := self._answers.pop(serial, None)) is None:
+                self._check()
+                if not self._is_reading:
+                    self._is_reading = True
+                    break
+                if not self._changed.wait(until - time.monotonic()) and time.monotonic() >= until:
+                    raise self._late()
+            else:
+                return answer
+        try:
+            return self._read_until(serial, until)
+        finally:
+            with self._changed:
+                self._is_reading = False
+                self._changed.notify_all()
+
+    def _read_until(self, serial: int, until: float) -> Answer:
+        while True:
+            seconds = until - time.monotonic()
+            if seconds <= 0 or not self._poll.poll(seconds * 1000):
+                raise self._late()
+            answers = self._receive()
+            found: Answer | None = None
+            unwanted: list[Answer] = []
+            with self._changed:
+                for answer in answers:
+                    if isinstance(answer, RoomEnded | Welcome):
+                        continue
+                    if answer.serial == serial:
+                        found = answer
+                    elif answer.serial in self._waiting:
+                        self._answers[answer.serial] = answer
+                        self._changed.notify_all()
+                    else:
+                        unwanted.append(answer)
+            for answer in unwanted:
+                self._dispose(answer)
+            if found is not None:
+                return found
+
+    def _receive(self) -> list[Answer]:
+        try:
+            data = self._socket.recv(RECEIVE_BYTES)
+            answers = self._frames.feed(data)
+        except (OSError, PoolError) as e:
+            self._lose(str(e))
+            data, answers = b"", []
+        if not data:
+            self._lose("it closed the connection")
+            with self._changed:
+                self._check()
+        return answers
+
+    def _send(self, data: bytes) -> None:
+        try:
+            with self._sending:
+                self._socket.sendall(data)
+        except OSError as e:
+            # Half a frame may be on its way: the connection is of no more use.
+            self._lose(e.strerror or str(e))
+            with self._changed:
+                self._check()
+
+    def _lose(self, why: str) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        with self._changed:
+            self._gone = self._gone or why
+            self._changed.notify_all()
+
+    def _check(self) -> None:
+        if self._gone:
+            raise PoolError(f"the node {self._node} is gone ({self._gone}): connect again")
+
+    def _late(self) -> PoolError:
+        return PoolError(f"the node {self._node} did not answer in time: it is stopped or overloaded")

@@ -1,0 +1,78 @@
+"""Which block is where on a node, what it is part of, and how it is taken out.
+
+The ledger's lock covers all of it; every method takes that lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from enum import Enum
+
+from moonpool.core.vocabulary import BlockKey, BlockMeta, KeySpaceId
+from moonpool.messenger.questions import BUSY, LEASED, NO, PINNED, YES
+from moonpool.store.blocks import Blocks, Name
+from moonpool.store.pins import Pins
+from moonpool.store.shelf import Shelf
+
+
+class Place(Enum):
+    DRAM = "dram"
+    SSD = "ssd"
+    FILLING = "filling"
+    """Somebody writes it."""
+    NOWHERE = "nowhere"
+
+
+HERE = (Place.DRAM, Place.SSD)
+
+
+class Catalogue:
+    def __init__(self, lock: threading.Condition, blocks: Blocks, shelf: Shelf, pins: Pins) -> None:
+        self._lock = lock
+        self._blocks = blocks
+        self._shelf = shelf
+        self._pins = pins
+
+    def places(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> list[Place]:
+        """The best place of each."""
+        with self._lock:
+            return [self._place((space, key)) for key in keys]
+
+    def describe(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> list[BlockMeta | None]:
+        """What was given with these blocks when they were put."""
+        with self._lock:
+            return [self._describe((space, key)) for key in keys]
+
+    def remove(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> list[int]:
+        """For each key: YES where the block was in some tier and is gone now, NO where it was not; else why not."""
+        with self._lock:
+            return [self._remove((space, key)) for key in keys]
+
+    def _place(self, name: Name) -> Place:
+        if name in self._blocks.resident:
+            return Place.DRAM
+        if self._shelf.find(name) is not None:
+            return Place.SSD
+        return Place.FILLING if name in self._blocks.filling else Place.NOWHERE
+
+    def _describe(self, name: Name) -> BlockMeta | None:
+        if (block := self._blocks.resident.get(name)) is not None:
+            return BlockMeta(block.parent, block.index, block.tokens)
+        if (shelved := self._shelf.find(name)) is not None:
+            return BlockMeta(shelved.parent, shelved.index, shelved.tokens)
+        return None
+
+    def _remove(self, name: Name) -> int:
+        block = self._blocks.resident.get(name)
+        if block is None and self._shelf.find(name) is None:
+            return NO
+        if name in self._pins:
+            return PINNED
+        if block is not None and self._blocks.eviction.pins(name):
+            return LEASED
+        if (block is not None and block.saving) or not self._shelf.remove(name):
+            return BUSY
+        if block is not None:
+            self._blocks.drop(name)
+        return YES

@@ -1,0 +1,151 @@
+"""The node's front desk: what it answers to clients of the pool API, whichever way they ask (docs/protocol.md)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from moonpool.core.vocabulary import BlockKey, KeySpace, KeySpaceId
+from moonpool.errors import PoolError
+from moonpool.messenger.questions import (
+    BUSY,
+    NO,
+    YES,
+    CountHolders,
+    DescribeBlocks,
+    Described,
+    Enter,
+    Entered,
+    Exists,
+    Marks,
+    Numbers,
+    Pin,
+    Question,
+    Refused,
+    Remove,
+    Reply,
+    Stock,
+    TakeStock,
+    Unpin,
+    marks,
+    unpacked,
+)
+from moonpool.store.catalogue import HERE, Place
+from moonpool.store.gather import Gatherer
+from moonpool.store.ledger import Ledger
+from moonpool.store.loader import Hold
+from moonpool.store.neighbours import Neighbours
+
+ANSWER_SECONDS = 5.0
+"""The most that a question about blocks elsewhere takes."""
+BUSY_SECONDS = 1.0
+"""How long a removal waits for the SSD to be through with a block."""
+RETRY_SECONDS = 0.005
+
+
+class Desk:
+    """`ready`, `answer_now` may be called from any thread; the coroutines run on the node's loop."""
+
+    def __init__(
+        self,
+        entered: Entered,
+        ledger: Ledger,
+        gatherer: Gatherer,
+        neighbours: Neighbours,
+        measure: Callable[[], dict[str, float]],
+    ) -> None:
+        self._entered = entered
+        self._ledger = ledger
+        self._gatherer = gatherer
+        self._neighbours = neighbours
+        self._measure = measure
+
+    def is_ready(self, space: KeySpaceId, keys: Sequence[BlockKey], waits: bool) -> bool:
+        """Nothing needs to be brought: all of it can be leased now, or is nowhere to be had."""
+        places = set(self._ledger.catalogue.places(space, keys)) - {Place.DRAM}
+        if not places:
+            return True
+        return self._neighbours.is_alone and Place.SSD not in places and not (waits and Place.FILLING in places)
+
+    async def bring(self, space: KeySpace, keys: Sequence[BlockKey], seconds: float, waits: bool) -> Hold:
+        """Get into DRAM what can be got in so many seconds: from an SSD, from another node, and, if `waits`, what
+        somebody is writing now. It stays there until the hold is closed."""
+        return await self._gatherer.bring(space, keys, seconds, waits)
+
+    def answer_now(self, question: Question) -> Reply | None:
+        """None where that takes more than a look into this node's books: then `answer` is needed."""
+        try:
+            match question:
+                case Exists():
+                    return self._exist_here(question)
+                case Enter():
+                    return self._entered
+                case Unpin(space=space, keys=keys):
+                    return marks(self._ledger.pins.unpin([(space, key) for key in unpacked(keys)]))
+                case DescribeBlocks(space=space, keys=keys):
+                    return Described(tuple(self._ledger.catalogue.describe(space, unpacked(keys))))
+                case TakeStock():
+                    return Stock(self._measure())
+                case _:
+                    return None
+        except PoolError as e:
+            return Refused(str(e))
+
+    async def answer(self, question: Question) -> Reply:
+        if (reply := self.answer_now(question)) is not None:
+            return reply
+        try:
+            match question:
+                case Exists(space=space, keys=keys):
+                    holders = await self._neighbours.holders(space, unpacked(keys), ANSWER_SECONDS)
+                    here = self._ledger.catalogue.places(space, unpacked(keys))
+                    pairs = zip(here, holders, strict=True)
+                    return marks(place in HERE or bool(others) for place, others in pairs)
+                case CountHolders(space=space, keys=keys):
+                    return await self._count(space.id, unpacked(keys))
+                case Pin():
+                    return await self._pin(question)
+                case Remove():
+                    return await self._remove(question)
+                case _:
+                    return Refused(f"{type(question).__name__} is no question for a node")
+        except PoolError as e:
+            return Refused(str(e))
+
+    def _exist_here(self, question: Exists) -> Marks | None:
+        here = [place in HERE for place in self._ledger.catalogue.places(question.space, unpacked(question.keys))]
+        return marks(here) if all(here) or question.here or self._neighbours.is_alone else None
+
+    async def _count(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> Numbers:
+        others = await self._neighbours.holders(space, keys, ANSWER_SECONDS)
+        here = self._ledger.catalogue.places(space, keys)
+        return Numbers(tuple((place in HERE) + len(nodes) for place, nodes in zip(here, others, strict=True)))
+
+    async def _pin(self, question: Pin) -> Marks:
+        space, keys = question.space, unpacked(question.keys)
+        with await self.bring(space, keys, ANSWER_SECONDS, False):
+            names = [(space.id, key) for key in keys]
+            return marks(self._ledger.pins.pin(names, time.monotonic() + question.ttl))
+
+    async def _remove(self, question: Remove) -> Marks:
+        space, keys = question.space, unpacked(question.keys)
+        outcomes = self._ledger.catalogue.remove(space, keys)
+        until = time.monotonic() + BUSY_SECONDS
+        while BUSY in outcomes and time.monotonic() < until:
+            await asyncio.sleep(RETRY_SECONDS)
+            again = iter(
+                self._ledger.catalogue.remove(space, [k for k, o in zip(keys, outcomes, strict=True) if o == BUSY])
+            )
+            outcomes = [next(again) if outcome == BUSY else outcome for outcome in outcomes]
+        if question.here:
+            return marks(outcomes)
+        elsewhere = await self._neighbours.remove(space, keys, ANSWER_SECONDS)
+        return marks(_worse(mine, theirs) for mine, theirs in zip(outcomes, elsewhere, strict=True))
+
+
+def _worse(mine: int, theirs: int) -> int:
+    """Of two nodes' answers to one removal: a refusal counts most, then that something was removed."""
+    if mine in (NO, YES) and theirs in (NO, YES):
+        return max(mine, theirs)
+    return theirs if mine in (NO, YES) else mine

@@ -1,0 +1,282 @@
+"""A home node that is reached over the network: blocks are copied, and verified where they arrive."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+from moonpool.core.vocabulary import BlockKey, BlockMeta, KeySpace, PartId
+from moonpool.errors import MoonpoolError, PoolError, TransferError
+from moonpool.messenger import asking
+from moonpool.messenger.channel import Channel, greet
+from moonpool.messenger.questions import (
+    DAMAGED,
+    YES,
+    Enter,
+    Entered,
+    GetBlocks,
+    Given,
+    PutBlocks,
+    Question,
+    Refused,
+    Reply,
+    packed,
+)
+from moonpool.messenger.transfer import Bytes
+from moonpool.store.buffers import part_of, private_bytes
+from moonpool.store.home import Held, Layers, Wait
+from moonpool.wire.security import data_key
+
+T = TypeVar("T")
+
+CONNECTIONS = 16
+"""At most; they come with the work. More than Messenger has to a peer: a call that waits for a writer has one to itself
+for as long, and whatever it waits for may be this client's own next call."""
+LANES = 2
+"""Over which one large transfer is spread."""
+SPREAD_BYTES = 2 << 20
+IDLE_SECONDS = 60.0
+"""The node closes a connection that was idle for longer than that."""
+SLACK_SECONDS = 5.0
+"""What an answer may come after the time that the node was given for it."""
+
+
+class FarHome:
+    """A `Home`."""
+
+    copies = True
+
+    def __init__(self, address: str, token: str | None, name: str, timeout: float) -> None:
+        """Raises PoolError if no node answers at `address` (`host:port`), or one of another cluster token."""
+        self._address = address
+        self._key = data_key(token)
+        self._timeout = timeout
+        self._free = threading.Condition(threading.Lock())
+        self._idle: list[tuple[float, Channel]] = []
+        self._open: set[Channel] = set()
+        self._taken = 0
+        self._closed = False
+        self._threads = ThreadPoolExecutor(LANES, thread_name_prefix=f"{name} of {address}")
+        self.node = PartId(address)
+        entered = self.ask(Enter())
+        assert isinstance(entered, Entered)
+        self.node, self.batch_bytes = entered.node, entered.batch_bytes
+
+    def ask(self, question: Question) -> Reply:
+        until = time.monotonic() + self._timeout + SLACK_SECONDS
+        reply = self._carry(lambda channel: asking.ask(channel, question, until), until)
+        if isinstance(reply, Refused):
+            raise PoolError(reply.reason)
+        return reply
+
+    def put(
+        self,
+        space: KeySpace,
+        keys: Sequence[BlockKey],
+        sources: Sequence[Sequence[Bytes]],
+        metas: Sequence[BlockMeta],
+    ) -> list[bool]:
+        until = time.monotonic() + self._timeout
+
+        def part(chosen: slice) -> list[bool]:
+            def work(channel: Channel) -> bytes:
+                request = PutBlocks(space, packed(keys[chosen]), tuple(metas[chosen]), asking.seconds_left(until))
+                return asking.put(channel, request, sources[chosen], until + SLACK_SECONDS)
+
+            marks = self._carry(work, until)
+            if DAMAGED in marks:
+                # Once more; whoever corrupts every transfer is to be looked for, not waited for.
+                again = self._carry(work, until)
+                marks = bytes(new if old == DAMAGED else old for old, new in zip(marks, again, strict=True))
+            if DAMAGED in marks:
+                raise PoolError(f"{marks.count(DAMAGED)} blocks did not arrive at {self.node} as they were sent")
+            return [mark == YES for mark in marks]
+
+        parts = _parts(len(keys), space.block_bytes)
+        return [outcome for found in self._beside([partial(part, chosen) for chosen in parts]) for outcome in found]
+
+    def get(self, space: KeySpace, keys: Sequence[BlockKey], layers: Layers, wait: Wait) -> Held:
+        nbytes = layers[1] * space.run_bytes
+        copies: list[Bytes | None] = [None] * len(keys)
+
+        def target(position: int) -> Sequence[Bytes]:
+            copies[position] = copy = private_bytes(nbytes)
+            return [copy]
+
+        found = self._get(space, keys, target, layers, wait)
+        for copy in copies:
+            if copy is not None:
+                copy.flags.writeable = False
+        return Held([copy if is_there else None for copy, is_there in zip(copies, found, strict=True)])
+
+    def get_into(
+        self,
+        space: KeySpace,
+        keys: Sequence[BlockKey],
+        targets: Sequence[Sequence[Bytes]],
+        layers: Layers,
+        wait: Wait,
+    ) -> list[bool]:
+        return self._get(space, keys, lambda position: targets[position], layers, wait)
+
+    def close(self) -> None:
+        """Calls that run fail at once."""
+        with self._free:
+            self._closed = True
+            for channel in self._open:
+                channel.shut()
+            for _, channel in self._idle:
+                self._open.discard(channel)
+                channel.close()
+            self._idle.clear()
+            self._free.notify_all()
+        self._threads.shutdown()
+
+    def _get(
+        self,
+        space: KeySpace,
+        keys: Sequence[BlockKey],
+        target: Callable[[int], Sequence[Bytes]],
+        layers: Layers,
+        wait: Wait,
+    ) -> list[bool]:
+        until = time.monotonic() + wait.seconds
+        nbytes = layers[1] * space.run_bytes
+        part = partial(self._get_part, space, wait, until)
+        if len(keys) == 1 and nbytes >= SPREAD_BYTES and layers[1] >= LANES:
+            # Its layers in two parts, unless they turn out to be of two copies.
+            pieces = target(0)
+            parts = [
+                partial(part, keys, (layers[0] + at.start, at.stop - at.start), partial(_run_part, pieces, space, at))
+                for at in _parts(layers[1], space.run_bytes)
+            ]
+            found = {copies[0] for copies in self._beside(parts)}
+            if None in found or len(found) == 1:
+                return [None not in found]
+            return [copy is not None for copy in part(keys, layers, lambda position: pieces)]
+        work = [
+            partial(part, keys[at], layers, lambda position, first=at.start: target(first + position))
+            for at in _parts(len(keys), nbytes)
+        ]
+        return [copy is not None for copies in self._beside(work) for copy in copies]
+
+    def _get_part(
+        self,
+        space: KeySpace,
+        wait: Wait,
+        until: float,
+        keys: Sequence[BlockKey],
+        layers: Layers,
+        target: Callable[[int], Sequence[Bytes]],
+    ) -> list[int | None]:
+        def place(given: Given) -> list[Sequence[Bytes] | None]:
+            return [target(position) for position, mark in enumerate(given.marks) if mark == YES]
+
+        def work(channel: Channel) -> list[int | None]:
+            request = GetBlocks(space, packed(keys), *layers, asking.seconds_left(until), wait.is_for_writers)
+            return asking.get(channel, request, place, lambda number, sums: None, until + SLACK_SECONDS)
+
+        return self._carry(work, until + SLACK_SECONDS)
+
+    def _beside(self, work: Sequence[Callable[[], T]]) -> list[T]:
+        """All of it, the first in this thread; the results in order."""
+        later = [self._threads.submit(each) for each in work[1:]]
+        try:
+            return [work[0](), *(future.result() for future in later)]
+        finally:
+            # Nothing may be written into the caller's buffers any more when this returns.
+            _await_all(later)
+
+    def _carry(self, work: Callable[[Channel], T], until: float) -> T:
+        """Once more on a new connection where one broke: all that clients ask may be asked twice."""
+        is_last = False
+        while True:
+            channel = self._take(until, is_fresh=is_last)
+            is_good = False
+            try:
+                result = work(channel)
+                is_good = True
+                return result
+            except PoolError:
+                is_good = True
+                raise
+            except TimeoutError:
+                raise self._late() from None
+            except (OSError, EOFError, TransferError) as e:
+                if is_last or self._closed or isinstance(e, TransferError):
+                    raise PoolError(f"the node at {self._address}: {e or 'it closed the connection'}") from None
+                is_last = True
+            finally:
+                self._give_back(channel, is_good)
+
+    def _take(self, until: float, is_fresh: bool) -> Channel:
+        with self._free:
+            while self._taken >= CONNECTIONS and not self._closed:
+                if not self._free.wait(until - time.monotonic()):
+                    raise PoolError(f"{CONNECTIONS} calls to the node at {self._address} run already")
+            if self._closed:
+                raise PoolError(f"this client of the node at {self._address} was closed")
+            self._taken += 1
+            stale = [channel for at, channel in self._idle if is_fresh or at < time.monotonic() - IDLE_SECONDS]
+            self._idle = [(at, channel) for at, channel in self._idle if channel not in stale]
+            found = self._idle.pop()[1] if self._idle else None
+            self._open.difference_update(stale)
+        for channel in stale:
+            channel.close()
+        return found or self._connect(until)
+
+    def _connect(self, until: float) -> Channel:
+        channel: Channel | None = None
+        try:
+            host, _, port = self._address.rpartition(":")
+            seconds = min(self._timeout, max(0.01, until - time.monotonic()))
+            channel = Channel(socket.create_connection((host.strip("[]"), int(port)), seconds))
+            greet(channel, self._key, time.monotonic() + seconds)
+        except (OSError, ValueError, MoonpoolError) as e:
+            with self._free:
+                self._taken -= 1
+                self._free.notify()
+            if channel is not None:
+                channel.close()
+            if isinstance(e, TimeoutError):
+                raise self._late() from None
+            raise PoolError(f"no node at {self._address}: {e}") from None
+        with self._free:
+            self._open.add(channel)
+        return channel
+
+    def _late(self) -> PoolError:
+        return PoolError(f"the node at {self._address} did not answer in time: it is stopped, overloaded or cut off")
+
+    def _give_back(self, channel: Channel, is_good: bool) -> None:
+        with self._free:
+            self._taken -= 1
+            is_kept = is_good and not self._closed
+            if is_kept:
+                self._idle.append((time.monotonic(), channel))
+            else:
+                self._open.discard(channel)
+            self._free.notify()
+        if not is_kept:
+            channel.close()
+
+
+def _parts(count: int, nbytes: int) -> list[slice]:
+    """Of so many things of so many bytes each, as many parts as there are lanes, where it is enough to gain by it."""
+    lanes = LANES if count > 1 and count * nbytes >= SPREAD_BYTES else 1
+    return [slice(count * lane // lanes, count * (lane + 1) // lanes) for lane in range(lanes)]
+
+
+def _run_part(pieces: Sequence[Bytes], space: KeySpace, runs: slice, position: int) -> list[Bytes]:
+    return part_of(pieces, runs.start * space.run_bytes, runs.stop * space.run_bytes)
+
+
+def _await_all(futures: Sequence[Future[T]]) -> None:
+    for future in futures:
+        if not future.cancel():
+            future.exception()

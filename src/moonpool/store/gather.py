@@ -1,0 +1,167 @@
+"""Gets blocks into a node's DRAM, each by itself: from an SSD, from another node, or from whoever writes it now."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+from moonpool.core.vocabulary import BlockKey, KeySpace, NodePeer
+from moonpool.errors import PoolError, TransferError
+from moonpool.messenger import asking
+from moonpool.messenger.channel import Channel
+from moonpool.messenger.questions import GetBlocks, Given, packed, unpacked
+from moonpool.messenger.tcp import TcpMessenger
+from moonpool.messenger.transfer import Bytes
+from moonpool.store.arena import Arena
+from moonpool.store.blocks import Name
+from moonpool.store.catalogue import HERE, Place
+from moonpool.store.ledger import Ledger
+from moonpool.store.loader import Hold, Loader
+from moonpool.store.neighbours import Neighbours
+from moonpool.store.rooms import ClientId, Room
+
+log = logging.getLogger(__name__)
+
+PART_BYTES = 4 << 20
+"""Fetched over one connection; of more every part goes for itself."""
+
+
+class Gatherer:
+    """On the node's loop. A block is fetched once, however many ask for it at a time."""
+
+    def __init__(
+        self, arena: Arena, ledger: Ledger, loader: Loader, neighbours: Neighbours, messenger: TcpMessenger
+    ) -> None:
+        self._arena = arena
+        self._ledger = ledger
+        self._loader = loader
+        self._neighbours = neighbours
+        self._messenger = messenger
+        self._fetching: dict[Name, asyncio.Future[None]] = {}
+
+    async def bring(self, space: KeySpace, keys: Sequence[BlockKey], seconds: float, waits: bool) -> Hold:
+        """What can be got within so many seconds, and has room, stays in DRAM until the hold is closed."""
+        until = time.monotonic() + seconds
+        with contextlib.ExitStack() as holds:
+            kept = [key for key, place in self._placed(space, keys) if place in HERE]
+            if self._loader.is_needed(space.id, kept):
+                holds.enter_context(await self._loader.load(space, kept, seconds))
+            if waits:
+                await self._watch(space, keys, until)
+            holds.callback((await self._fetch(space, keys, until)).close)
+            return Hold(holds.pop_all().close)
+
+    def _placed(self, space: KeySpace, keys: Sequence[BlockKey]) -> list[tuple[BlockKey, Place]]:
+        return list(zip(keys, self._ledger.catalogue.places(space.id, keys), strict=True))
+
+    async def _watch(self, space: KeySpace, keys: Sequence[BlockKey], until: float) -> None:
+        filling = [(space.id, key) for key, place in self._placed(space, keys) if place is Place.FILLING]
+        if filling:
+            watch = self._ledger.watches.watch(filling)
+            try:
+                await asyncio.wait([asyncio.wrap_future(watch)], timeout=max(0.0, until - time.monotonic()))
+            finally:
+                self._ledger.watches.end(watch)
+
+    async def _fetch(self, space: KeySpace, keys: Sequence[BlockKey], until: float) -> Hold:
+        missing = [key for key, place in self._placed(space, keys) if place not in HERE]
+        if not missing or self._neighbours.is_alone:
+            return Hold()
+        others = [future for key in missing if (future := self._fetching.get((space.id, key))) is not None]
+        missing = [key for key in missing if (space.id, key) not in self._fetching]
+        holders = await self._neighbours.holders(space.id, missing, until - time.monotonic())
+        by_node: dict[NodePeer, list[BlockKey]] = {}
+        for key, nodes in zip(missing, holders, strict=True):
+            if nodes and (space.id, key) not in self._fetching:
+                # Spread by key, so that not all that a node asks for comes from the same other one.
+                by_node.setdefault(nodes[key[0] % len(nodes)], []).append(key)
+        pulls = [
+            self._pull(node, space, part, until) for node, found in by_node.items() for part in _parts(space, found)
+        ]
+        with contextlib.ExitStack() as holds:
+            for pull in pulls:
+                holds.callback(pull.let_go)
+            if arriving := [*others, *(pull.finished for pull in pulls)]:
+                await asyncio.wait(arriving, timeout=max(0.0, until - time.monotonic()))
+            return Hold(holds.pop_all().close)
+
+    def _pull(self, node: NodePeer, space: KeySpace, keys: Sequence[BlockKey], until: float) -> _Pull:
+        pull = _Pull(self._arena, self._ledger, space, keys, until)
+        transfer = self._messenger.carry(node.data_address, pull, until - time.monotonic())
+        names = [(space.id, key) for key in keys]
+        finished = asyncio.wrap_future(transfer)
+        for name in names:
+            self._fetching[name] = pull.finished
+
+        def over(done: asyncio.Future[None]) -> None:
+            for name in names:
+                self._fetching.pop(name, None)
+            error = None if done.cancelled() else done.exception()
+            if isinstance(error, TransferError | PoolError):
+                log.warning("fetch of %d blocks from %s failed: %s", len(keys), node.id, error)
+            elif error is not None:
+                log.error("fetch of %d blocks from %s failed", len(keys), node.id, exc_info=error)
+            pull.over()
+
+        finished.add_done_callback(over)
+        return pull
+
+
+class _Pull:
+    """Blocks that come from one node. Its rooms are closed when nothing is written any more and its holder let go."""
+
+    def __init__(self, arena: Arena, ledger: Ledger, space: KeySpace, keys: Sequence[BlockKey], until: float) -> None:
+        self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._arena = arena
+        self._ledger = ledger
+        self._space = space
+        self._keys = keys
+        self._until = until
+        self._owner: ClientId = ledger.own_client()
+        self._rooms: list[Room] = []
+        self._lock = threading.Lock()
+        self._claims = 2
+        """The holder and the transfer."""
+
+    def __call__(self, channel: Channel) -> None:
+        """On a thread of Messenger; again, on a new connection, where one broke."""
+        places = self._ledger.catalogue.places(self._space.id, self._keys)
+        keys = [key for key, place in zip(self._keys, places, strict=True) if place is not Place.DRAM]
+        time_left = max(0.0, self._until - time.monotonic())
+        request = GetBlocks(self._space, packed(keys), 0, self._space.runs, time_left, here=True)
+        asking.get(channel, request, lambda given: self._open(request, given), self._landed, self._until)
+
+    def over(self) -> None:
+        """The transfer is; on the loop."""
+        if not self.finished.done():
+            self.finished.set_result(None)
+        self.let_go()
+
+    def let_go(self) -> None:
+        with self._lock:
+            self._claims -= 1
+            is_over = not self._claims
+        if is_over:
+            for room in self._rooms:
+                self._ledger.close(self._owner, room.id)
+
+    def _open(self, request: GetBlocks, given: Given) -> list[list[Bytes] | None]:
+        keys = [key for key, mark in zip(unpacked(request.keys), given.marks, strict=True) if mark]
+        room = self._ledger.open(self._owner, self._space, keys, metas=given.metas)
+        self._rooms.append(room)
+        return [
+            None if block is None or block.resident else [self._arena.slice(block.offset, block.nbytes)]
+            for block in room.blocks
+        ]
+
+    def _landed(self, position: int, checksums: Sequence[int]) -> None:
+        self._ledger.complete(self._owner, self._rooms[-1].id, [(position, 0, self._space.runs)], checksums)
+
+
+def _parts(space: KeySpace, keys: Sequence[BlockKey]) -> list[Sequence[BlockKey]]:
+    size = max(1, PART_BYTES // space.block_bytes)
+    return [keys[start : start + size] for start in range(0, len(keys), size)]

@@ -1,0 +1,128 @@
+"""The other nodes of the cluster, as a node sees them: which has which block, by the Conductor's directory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from moonpool.core.actions import FleetChanged
+from moonpool.core.vocabulary import BlockKey, KeySpaceId, NodePeer, Peer
+from moonpool.errors import PoolError, TransferError
+from moonpool.messenger.asking import ask
+from moonpool.messenger.channel import Channel
+from moonpool.messenger.questions import LEASED, NO, YES, Marks, Remove, packed
+from moonpool.messenger.tcp import TcpMessenger
+from moonpool.wire.link import Link
+from moonpool.wire.messages import Locate, Located
+
+log = logging.getLogger(__name__)
+
+LOCATE_SECONDS = 1.0
+SILENCE_SECONDS = 5.0
+"""After an answer that did not come the Conductor is not asked for so long: everybody would wait for nothing."""
+KEYS_A_QUESTION = 2048
+MAX_OUTSTANDING = 1024
+
+
+class Neighbours:
+    """On the node's loop; `is_alone` may be read from any thread."""
+
+    def __init__(
+        self,
+        link: Link,
+        messenger: TcpMessenger,
+        fleet: Callable[[], FleetChanged | None],
+        conductor: Callable[[], Peer],
+    ) -> None:
+        self._link = link
+        self._messenger = messenger
+        self._fleet = fleet
+        self._conductor = conductor
+        self._serials = count(1)
+        self._asked: dict[int, asyncio.Future[Located]] = {}
+        self._silent_until = 0.0
+
+    @property
+    def is_alone(self) -> bool:
+        """Nobody else is there who could have a block."""
+        fleet, me = self._fleet(), self._link.me
+        return fleet is None or all(node.id == me.id for node in fleet.nodes)
+
+    def heard(self, answer: Located) -> None:
+        waiting = self._asked.pop(answer.serial, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
+
+    async def holders(self, space: KeySpaceId, keys: Sequence[BlockKey], seconds: float) -> list[tuple[NodePeer, ...]]:
+        """Of each block the other nodes that have it; none where the Conductor does not answer in time."""
+        found: list[tuple[NodePeer, ...]] = []
+        until = time.monotonic() + seconds
+        for start in range(0, len(keys), KEYS_A_QUESTION):
+            found += await self._locate(space, keys[start : start + KEYS_A_QUESTION], until)
+        return found
+
+    async def remove(self, space: KeySpaceId, keys: Sequence[BlockKey], seconds: float) -> list[int]:
+        """Remove these blocks from all other nodes; for each key YES, NO or why one of them refused.
+
+        Raises PoolError where a node that has some of them is not reached.
+        """
+        by_node: dict[NodePeer, list[int]] = {}
+        for position, nodes in enumerate(await self.holders(space, keys, seconds)):
+            for node in nodes:
+                by_node.setdefault(node, []).append(position)
+        outcomes = [NO] * len(keys)
+        until = time.monotonic() + seconds
+        for node, positions in by_node.items():
+            question = Remove(space, packed([keys[position] for position in positions]), here=True)
+            try:
+                marks = await asyncio.wrap_future(
+                    self._messenger.carry(node.data_address, _Removal(question, until), until - time.monotonic())
+                )
+            except TransferError as e:
+                raise PoolError(f"not removed from {node.id}: {e}") from None
+            for position, outcome in zip(positions, marks, strict=True):
+                if outcomes[position] in (NO, YES):
+                    outcomes[position] = max(outcomes[position], outcome)
+        return outcomes
+
+    async def _locate(self, space: KeySpaceId, keys: Sequence[BlockKey], until: float) -> list[tuple[NodePeer, ...]]:
+        now = time.monotonic()
+        nothing: list[tuple[NodePeer, ...]] = [()] * len(keys)
+        if self.is_alone or now < self._silent_until or len(self._asked) >= MAX_OUTSTANDING:
+            return nothing
+        serial = next(self._serials)
+        waiting = self._asked[serial] = asyncio.get_running_loop().create_future()
+        self._link.post(self._conductor(), Locate(self._link.me, serial, space, packed(keys)))
+        try:
+            async with asyncio.timeout(min(LOCATE_SECONDS, max(0.0, until - now))):
+                answer = await waiting
+        except TimeoutError:
+            if until - now >= LOCATE_SECONDS:
+                self._silent_until = time.monotonic() + SILENCE_SECONDS
+                log.warning("the Conductor says not where blocks are; for %g s only this node's count", SILENCE_SECONDS)
+            return nothing
+        finally:
+            self._asked.pop(serial, None)
+        holders = answer.holders()
+        if len(holders) != len(keys):
+            log.warning("the Conductor named the holders of %d blocks, asked for %d", len(holders), len(keys))
+            return nothing
+        me = self._link.me.id
+        return [tuple(node for node in nodes if node.id != me) for nodes in holders]
+
+
+class _Removal:
+    """One question to one node; it may be asked twice."""
+
+    def __init__(self, question: Remove, until: float) -> None:
+        self._question = question
+        self._until = until
+
+    def __call__(self, channel: Channel) -> bytes:
+        reply = ask(channel, self._question, self._until)
+        if not isinstance(reply, Marks) or len(reply.marks) * 16 != len(self._question.keys):
+            raise TransferError(f"{type(reply).__name__} came as the answer to Remove")
+        return bytes(mark if mark in (NO, YES) else max(mark, LEASED) for mark in reply.marks)

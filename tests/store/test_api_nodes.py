@@ -1,0 +1,143 @@
+"""The pool's API on several nodes: what one lacks another has."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moonpool.core.vocabulary import NodePeer
+from moonpool.store import BlockKey, BlockMeta, Client, PoolError, Space
+from moonpool.store.client import NodeClient
+
+from .kit import BLOCK, SECONDS, SPACE, Conductor, DecidingConductor, bytes_of, eventually, keys_of
+
+Connect = Callable[..., Client]
+K = keys_of("k", 8)
+
+
+@pytest.fixture(params=["near", "far"])
+def way(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def nodes(deciding: Conductor) -> list[NodePeer]:
+    return [deciding.start_node(f"node-{number}") for number in range(3)]
+
+
+def put(space: Space, keys: Sequence[BlockKey]) -> None:
+    space.put_many(keys, [bytes_of(key) for key in keys])
+
+
+def found(space: Space, keys: Sequence[BlockKey], **options: Any) -> list[bool]:
+    with space.get(keys, **options) as blocks:
+        return [block is not None for block in blocks]
+
+
+def known(space: Space, keys: Sequence[BlockKey], count: int = 1) -> None:
+    """The directory has heard of them."""
+    eventually(lambda: all(space.replicas(key) == count for key in keys), f"{count} nodes are known to have them")
+
+
+def test_what_another_node_has_is_fetched_and_stays(nodes: list[NodePeer], connect: Connect, way: str) -> None:
+    here, there = connect(nodes[0], way).space(SPACE), connect(nodes[1], way).space(SPACE)
+    metas = [BlockMeta.of(None if index == 0 else K[index - 1], index, [index]) for index in range(4)]
+    there.put_many(K[:4], [bytes_of(key) for key in K[:4]], metas)
+    known(here, K[:4])
+    assert here.exists_many(K[:5]) == [True] * 4 + [False]
+    with here.get([K[3], K[6], K[0]]) as blocks:
+        assert [block is not None for block in blocks] == [True, False, True]
+        assert np.array_equal(blocks[0], bytes_of(K[3]))
+        assert np.array_equal(blocks[2], bytes_of(K[0]))
+    known(here, [K[0], K[3]], 2)
+    assert here.metas([K[0], K[3], K[1]]) == [metas[0], metas[3], None]
+    target = bytearray(BLOCK)
+    assert here.get_into(K[1], [target])
+    assert target == bytes_of(K[1]).tobytes()
+
+
+def test_blocks_of_several_nodes_come_together(nodes: list[NodePeer], connect: Connect) -> None:
+    spaces = [connect(node, "near").space(SPACE) for node in nodes]
+    for number, space in enumerate(spaces):
+        put(space, K[number::3])
+    known(spaces[0], K)
+    with spaces[0].get(K) as blocks:
+        for key, block in zip(K, blocks, strict=True):
+            assert np.array_equal(block, bytes_of(key))
+
+
+def test_pinning_brings_a_block_home(nodes: list[NodePeer], connect: Connect, way: str) -> None:
+    here, there = connect(nodes[0], way).space(SPACE), connect(nodes[1], "near").space(SPACE)
+    put(there, K[:1])
+    known(here, K[:1])
+    assert here.pin(K[:2], 600) == [True, False]
+    known(here, K[:1], 2)
+
+
+def test_a_removal_is_everywhere_or_refused_by_name(nodes: list[NodePeer], connect: Connect, way: str) -> None:
+    here, there = connect(nodes[0], way).space(SPACE), connect(nodes[1], "near").space(SPACE)
+    put(there, K[:3])
+    known(here, K[:3])
+    assert found(here, K[:1]) == [True]
+    known(here, K[:1], 2)
+    there.pin(K[2:3], 600)
+    with there.get(K[1:2]), pytest.raises(PoolError) as refused:
+        here.remove(K[:4])
+    assert f"{K[1].hex()} (read by somebody), {K[2].hex()} (pinned)" in str(refused.value)
+    assert K[0].hex() not in str(refused.value)
+    known(here, K[:1], 0)
+    there.unpin(K[2:3])
+    assert here.remove(K[:4]) == [False, True, True, False]
+    known(there, K[:4], 0)
+
+
+def test_a_block_that_is_damaged_where_it_lies_is_a_miss(nodes: list[NodePeer], connect: Connect) -> None:
+    here, there = connect(nodes[0], "near").space(SPACE), connect(nodes[1], "near").space(SPACE)
+    put(there, K[:3])
+    known(here, K[:3])
+    with (
+        NodeClient.connect(nodes[1].socket_path, name="vandal", incarnation="1") as vandal,
+        vandal.lease(SPACE, K[1:2]).result(SECONDS) as lease,
+    ):
+        vandal.arena[lease.offsets[0] + 5] ^= 1
+    assert found(here, K[:3]) == [True, False, True]
+    far = connect(nodes[1], "far").space(SPACE)
+    assert found(far, K[:3]) == [True, False, True]
+    assert found(far, K[:3], layers=(1, 3)) == [True, True, True]
+
+
+def test_a_silent_conductor_costs_a_second_once(deciding: DecidingConductor, connect: Connect, way: str) -> None:
+    node, _ = deciding.start_node("node-0"), deciding.start_node("node-1")
+    space = connect(node, way).space(SPACE)
+    put(space, K[:1])
+    known(space, K[:1])
+    eventually(lambda: space.replicas(K[1]) == 0, "both nodes are known")
+    deciding.silence()
+    began = time.monotonic()
+    assert not space.exists(K[1])
+    once = time.monotonic() - began
+    for _ in range(10):
+        assert found(space, K[:2]) == [True, False]
+    assert once < 5
+    assert time.monotonic() - began < once + 5
+
+
+def test_a_node_that_stands_still_does_not_hold_others_up_for_ever(deciding: Conductor, connect: Connect) -> None:
+    node = deciding.start_node("node-0")
+    with deciding.process_node("dead-1") as (there, process):
+        put(connect(there, "near").space(SPACE), K[:2])
+        space = connect(node, "near", timeout=2.0).space(SPACE)
+        known(space, K[:2])
+        put(space, K[2:4])
+        os.kill(process.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        assert found(space, K[:4]) == [False, False, True, True]
+        assert time.monotonic() - began < 10
+        process.kill()
+        assert sum(found(space, K[:4])) == 2
