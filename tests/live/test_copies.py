@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from moonpool.core.conductor import ConductorConfig
 from moonpool.core.events import ReplicasWanted
 from moonpool.core.vocabulary import BlockKey, NodePeer, PartId
 from moonpool.live.conductor import run_conductor
+from moonpool.store import BlockMeta, Client
 from moonpool.store.client import NodeClient, awaited
 from moonpool.store.node import NodeConfig, run_node
 from moonpool.wire.link import Link
@@ -144,6 +146,40 @@ def test_copies_are_made_demoted_and_dropped() -> None:
 
     async def holders(p: Pool, counts: tuple[int, ...]) -> bool:
         return await p.want(0) == counts
+
+    with tempfile.TemporaryDirectory(prefix="mp-") as name:
+        asyncio.run(test(Path(name)))
+
+
+def test_a_client_has_its_blocks_copied() -> None:
+    key, data = keys_of("b", 1)[0], bytes(bytes_of(keys_of("b", 1)[0]))
+    meta = BlockMeta.of(parent=KEYS[3], index=4, tokens=(1, 2, 3))
+
+    def talk(folder: Path) -> None:
+        with (
+            Client.connect(folder / "node-0.sock", name="a") as near,
+            Client.connect(folder / "node-1.sock", name="b") as far,
+        ):
+            ours, theirs = [c.space("s", block_bytes=BLOCK, layers=4, block_tokens=16) for c in (near, far)]
+            assert ours.replicas(key, 2) == 0, "it is nowhere"
+            assert ours.put(key, data, meta)
+            assert ours.replicas(key, 2) == 2
+            end = time.monotonic() + SECONDS
+            while theirs.metas([key]) != [meta]:
+                assert time.monotonic() < end, "the copy never came, or without what it is part of"
+                time.sleep(0.02)
+            with theirs.get([key]) as (block,):
+                assert block is not None
+                assert bytes(block) == data
+            assert ours.replicas(key, 7) == theirs.replicas(key) == 2
+
+    async def test(folder: Path) -> None:
+        async with pool(folder) as p:
+            await until(lambda: both(p), "both nodes are there")
+            await asyncio.to_thread(talk, folder)
+
+    async def both(p: Pool) -> bool:
+        return len(await p.blocks()) == 2
 
     with tempfile.TemporaryDirectory(prefix="mp-") as name:
         asyncio.run(test(Path(name)))

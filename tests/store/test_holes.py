@@ -30,7 +30,7 @@ def test_a_parent_on_the_ssd_alone_is_not_gone(tmp_path: Path) -> None:
         tiered.put(keys)
         on_ssd(tiered, keys[:2])
         assert holes(tiered) == (0, 0), "the third block's parent is on the SSD"
-        tiered.ledger.shelf.drop(SPACE.id, keys[1:2])
+        tiered.ledger.catalogue.remove(SPACE.id, keys[1:2])
         assert holes(tiered) == (1, 0), "now it is nowhere"
         tiered.put(keys)
         assert holes(tiered) == (0, 0), "it is computed again"
@@ -44,7 +44,7 @@ def test_a_continuation_on_the_ssd_alone_is_a_hole_without_its_prefix(tmp_path: 
         tiered.put(keys)
         on_ssd(tiered, keys[2:])
         assert holes(tiered) == (0, 0), "its prefix is in DRAM"
-        tiered.ledger.shelf.drop(SPACE.id, keys[1:2])
+        tiered.ledger.catalogue.remove(SPACE.id, keys[1:2])
         assert holes(tiered) == (0, 1)
         # Newer blocks fill the SSD: the hole goes first, and then the one behind it, before older whole prompts.
         old = keys_of("old", 1)
@@ -75,7 +75,7 @@ def test_what_is_useless_is_not_saved(tmp_path: Path) -> None:
     with Tiered(tmp_path) as tiered:
         keys = keys_of("a", 8)
         tiered.put(keys[:4])
-        tiered.ledger.shelf.drop(SPACE.id, keys[:1])
+        tiered.ledger.catalogue.remove(SPACE.id, keys[:1])
         assert holes(tiered) == (1, 0)
         tiered.put(keys_of("b", 4))
         eventually(lambda: tiered.count("ssd_saves") == 2, "the rest of the reserve is saved")

@@ -68,10 +68,11 @@ class Remove(Struct, frozen=True, tag=True):
 
 
 class CountHolders(Struct, frozen=True, tag=True):
-    """On how many nodes is it?"""
+    """On how many nodes is it, or, if `copies` are wanted, will it be?"""
 
     space: KeySpace
     keys: bytes
+    copies: int = 0
 
 
 class DescribeBlocks(Struct, frozen=True, tag=True):

@@ -143,8 +143,8 @@ class AsyncSpace:
     async def unpin(self, keys: Sequence[BlockKey]) -> list[bool]:
         return await self._run(self._space.unpin, keys)
 
-    async def replicas(self, key: BlockKey) -> int:
-        return await self._run(self._space.replicas, key)
+    async def replicas(self, key: BlockKey, n: int = 0) -> int:
+        return await self._run(self._space.replicas, key, n)
 
     async def remove(self, keys: Sequence[BlockKey]) -> list[bool]:
         return await self._run(self._space.remove, keys)

@@ -282,9 +282,14 @@ class Space:
         """End these pins, whoever made them. False for those that were not pinned on the home node."""
         return _yes(self._marks(Unpin(self.key_space.id, packed(keys))))
 
-    def replicas(self, key: BlockKey) -> int:
-        """On how many nodes it is."""
-        answer = self._home.ask(CountHolders(self.key_space, packed([key])))
+    def replicas(self, key: BlockKey, n: int = 0) -> int:
+        """On how many nodes it is. With `n` it is copied to so many, as far as there are; on how many it will be then.
+
+        It returns when the copies are ordered. PoolError where the Conductor, which orders them, does not answer.
+        """
+        if n < 0:
+            raise PoolError(f"a block is on 0 or more nodes, not on {n}")
+        answer = self._home.ask(CountHolders(self.key_space, packed([key]), n))
         assert isinstance(answer, Numbers)
         return answer.numbers[0]
 

@@ -42,6 +42,7 @@ ANSWER_SECONDS = 5.0
 BUSY_SECONDS = 1.0
 """How long a removal waits for the SSD to be through with a block."""
 RETRY_SECONDS = 0.005
+DIRECTORY_SECONDS = 0.05
 
 
 class Desk:
@@ -102,8 +103,10 @@ class Desk:
                     here = self._ledger.catalogue.places(space, unpacked(keys))
                     pairs = zip(here, holders, strict=True)
                     return marks(place in HERE or bool(others) for place, others in pairs)
-                case CountHolders(space=space, keys=keys):
+                case CountHolders(space=space, keys=keys, copies=0):
                     return await self._count(space.id, unpacked(keys))
+                case CountHolders(space=space, keys=keys, copies=copies):
+                    return await self._replicate(space, unpacked(keys), copies)
                 case Pin():
                     return await self._pin(question)
                 case Remove():
@@ -121,6 +124,17 @@ class Desk:
         others = await self._neighbours.holders(space, keys, ANSWER_SECONDS)
         here = self._ledger.catalogue.places(space, keys)
         return Numbers(tuple((place in HERE) + len(nodes) for place, nodes in zip(here, others, strict=True)))
+
+    async def _replicate(self, space: KeySpace, keys: Sequence[BlockKey], copies: int) -> Numbers:
+        """What was put a moment ago may not be in the directory yet: that is waited for."""
+        until = time.monotonic() + ANSWER_SECONDS
+        while True:
+            numbers = await self._neighbours.replicate(space, keys, copies, until - time.monotonic())
+            here = self._ledger.catalogue.places(space.id, keys)
+            is_behind = any(place in HERE and not number for place, number in zip(here, numbers, strict=True))
+            if not is_behind or time.monotonic() >= until:
+                return Numbers(tuple(numbers))
+            await asyncio.sleep(DIRECTORY_SECONDS)
 
     async def _pin(self, question: Pin) -> Marks:
         space, keys = question.space, unpacked(question.keys)

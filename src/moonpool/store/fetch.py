@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
 from moonpool.core.vocabulary import BlockKey, KeySpace, NodePeer
 from moonpool.errors import TransferError
-from moonpool.messenger.tcp import Priority, TcpMessenger
+from moonpool.messenger.tcp import TcpMessenger
 from moonpool.store.arena import Arena
 from moonpool.store.ledger import Ledger
 from moonpool.store.loader import Loader
@@ -32,26 +31,6 @@ class Fetcher:
         with await self._loader.load(space, keys, time_left):
             return await self._fetch(source, space, keys, time_left)
 
-    async def fetch_each(self, source: NodePeer, space: KeySpace, keys: Sequence[BlockKey], until: float) -> int:
-        """Blocks of any prompts, one after another, behind urgent transfers; how many came before `until` (monotonic).
-
-        Raises PoolError for impossible keys or space.
-        """
-        came = 0
-        for key in keys:
-            time_left = until - time.monotonic()
-            if time_left <= 0:
-                break
-            if self._ledger.leading(space, [key]) or self._ledger.shelf.has_more(space.id, [key]):
-                continue
-            try:
-                await asyncio.wrap_future(self._pull(source, space, [key], time_left, Priority.BACKGROUND))
-            except TransferError as e:
-                log.warning("%d of %d blocks came from %s, then: %s", came, len(keys), source.id, e)
-                break
-            came += self._ledger.leading(space, [key])
-        return came
-
     async def _fetch(self, source: NodePeer, space: KeySpace, keys: Sequence[BlockKey], time_left: float) -> int:
         readable = self._ledger.leading(space, keys)
         if readable == len(keys) or source.data_address == self._own_address:
@@ -62,14 +41,7 @@ class Fetcher:
             log.warning("fetch of %d blocks from %s failed: %s", len(keys) - readable, source.id, e)
         return self._ledger.leading(space, keys)
 
-    def _pull(
-        self,
-        source: NodePeer,
-        space: KeySpace,
-        keys: Sequence[BlockKey],
-        time_left: float,
-        priority: Priority = Priority.URGENT,
-    ) -> Future[int]:
+    def _pull(self, source: NodePeer, space: KeySpace, keys: Sequence[BlockKey], time_left: float) -> Future[int]:
         # The room has an owner of its own: whoever asked for the fetch may die while Messenger writes into the room.
         owner = self._ledger.own_client()
         room = self._ledger.open(owner, space, keys)
@@ -91,7 +63,6 @@ class Fetcher:
                 [self._arena.slice(block.offset, block.nbytes) for block in blocks],
                 time_left,
                 on_block,
-                priority=priority,
             )
         except BaseException:
             self._ledger.close(owner, room.id)

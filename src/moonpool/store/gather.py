@@ -14,7 +14,7 @@ from moonpool.errors import PoolError, TransferError
 from moonpool.messenger import asking
 from moonpool.messenger.channel import Channel
 from moonpool.messenger.questions import GetBlocks, Given, packed, unpacked
-from moonpool.messenger.tcp import TcpMessenger
+from moonpool.messenger.tcp import Priority, TcpMessenger
 from moonpool.messenger.transfer import Bytes
 from moonpool.store.arena import Arena
 from moonpool.store.blocks import Name
@@ -55,6 +55,25 @@ class Gatherer:
             holds.callback((await self._fetch(space, keys, until)).close)
             return Hold(holds.pop_all().close)
 
+    async def copy(self, node: NodePeer, space: KeySpace, keys: Sequence[BlockKey], until: float) -> int:
+        """Blocks that another node has, behind all that somebody waits for; how many came."""
+        came = 0
+        for part in _parts(space, keys):
+            missing = [
+                key
+                for key, place in self._placed(space, part)
+                if place is Place.NOWHERE and (space.id, key) not in self._fetching
+            ]
+            if not missing or time.monotonic() >= until:
+                continue
+            pull = self._pull(node, space, missing, until, Priority.BACKGROUND)
+            try:
+                await asyncio.wait([pull.finished], timeout=max(0.0, until - time.monotonic()))
+            finally:
+                pull.let_go()
+            came += sum(place in HERE for _, place in self._placed(space, missing))
+        return came
+
     def _placed(self, space: KeySpace, keys: Sequence[BlockKey]) -> list[tuple[BlockKey, Place]]:
         return list(zip(keys, self._ledger.catalogue.places(space.id, keys), strict=True))
 
@@ -89,9 +108,17 @@ class Gatherer:
                 await asyncio.wait(arriving, timeout=max(0.0, until - time.monotonic()))
             return Hold(holds.pop_all().close)
 
-    def _pull(self, node: NodePeer, space: KeySpace, keys: Sequence[BlockKey], until: float) -> _Pull:
+    def _pull(
+        self,
+        node: NodePeer,
+        space: KeySpace,
+        keys: Sequence[BlockKey],
+        until: float,
+        priority: Priority = Priority.URGENT,
+    ) -> _Pull:
         pull = _Pull(self._arena, self._ledger, space, keys, until)
-        transfer = self._messenger.carry(node.data_address, pull, until - time.monotonic())
+        nbytes = len(keys) * space.block_bytes
+        transfer = self._messenger.carry(node.data_address, pull, until - time.monotonic(), nbytes, priority)
         names = [(space.id, key) for key in keys]
         finished = asyncio.wrap_future(transfer)
         for name in names:

@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from moonpool.core.actions import FleetChanged
-from moonpool.core.vocabulary import BlockKey, KeySpaceId, NodePeer, Peer
+from moonpool.core.actions import FleetChanged, ReplicasOrdered
+from moonpool.core.events import ReplicasWanted
+from moonpool.core.replication import KEYS_A_QUESTION as KEYS_TO_COPY
+from moonpool.core.vocabulary import BlockKey, KeySpace, KeySpaceId, NodePeer, Peer
 from moonpool.errors import PoolError, TransferError
 from moonpool.messenger.asking import ask
 from moonpool.messenger.channel import Channel
@@ -43,6 +45,7 @@ class Neighbours:
         self._conductor = conductor
         self._serials = count(1)
         self._asked: dict[int, asyncio.Future[Located]] = {}
+        self._ordered: dict[int, asyncio.Future[ReplicasOrdered]] = {}
         self._silent_until = 0.0
 
     @property
@@ -51,10 +54,15 @@ class Neighbours:
         fleet, me = self._fleet(), self._link.me
         return fleet is None or all(node.id == me.id for node in fleet.nodes)
 
-    def heard(self, answer: Located) -> None:
-        waiting = self._asked.pop(answer.serial, None)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(answer)
+    def heard(self, answer: Located | ReplicasOrdered) -> None:
+        if isinstance(answer, Located):
+            asked = self._asked.pop(answer.serial, None)
+            if asked is not None and not asked.done():
+                asked.set_result(answer)
+            return
+        ordered = self._ordered.pop(answer.serial, None)
+        if ordered is not None and not ordered.done():
+            ordered.set_result(answer)
 
     async def holders(self, space: KeySpaceId, keys: Sequence[BlockKey], seconds: float) -> list[tuple[NodePeer, ...]]:
         """Of each block the other nodes that have it; none where the Conductor does not answer in time."""
@@ -87,6 +95,24 @@ class Neighbours:
                 if outcomes[position] in (NO, YES):
                     outcomes[position] = max(outcomes[position], outcome)
         return outcomes
+
+    async def replicate(self, space: KeySpace, keys: Sequence[BlockKey], copies: int, seconds: float) -> list[int]:
+        """Have each of these blocks on so many nodes; on how many it will be. PoolError without a Conductor."""
+        until = time.monotonic() + seconds
+        numbers: list[int] = []
+        for start in range(0, len(keys), KEYS_TO_COPY):
+            part = tuple(keys[start : start + KEYS_TO_COPY])
+            serial = next(self._serials)
+            waiting = self._ordered[serial] = asyncio.get_running_loop().create_future()
+            self._link.post(self._conductor(), ReplicasWanted(self._link.me, serial, space, part, copies))
+            try:
+                async with asyncio.timeout(max(0.0, until - time.monotonic())):
+                    numbers += (await waiting).copies
+            except TimeoutError:
+                raise PoolError(f"the Conductor, which orders copies, gave no answer within {seconds:.3g} s") from None
+            finally:
+                self._ordered.pop(serial, None)
+        return numbers
 
     async def _locate(self, space: KeySpaceId, keys: Sequence[BlockKey], until: float) -> list[tuple[NodePeer, ...]]:
         now = time.monotonic()

@@ -13,7 +13,15 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from moonpool.core.actions import Demote, DropReplica, ReleaseRoom, Replicate, ReserveRoom, SendSnapshot
+from moonpool.core.actions import (
+    Demote,
+    DropReplica,
+    ReleaseRoom,
+    ReplicasOrdered,
+    Replicate,
+    ReserveRoom,
+    SendSnapshot,
+)
 from moonpool.core.events import Registered, Reported, RoomConfirmed, RoomRefused
 from moonpool.core.eviction import EvictionPolicy
 from moonpool.core.vocabulary import Capacity, PartKind, Peer
@@ -109,7 +117,7 @@ async def run_node(link: Link, conductor: str, config: NodeConfig) -> None:
         stack.callback(data.close)
         stack.callback(exchange.close)
         fetcher = Fetcher(arena, node.ledger, loader, messenger, data.address)
-        node.orders = Orders(fetcher, node.ledger.shelf)
+        node.orders = Orders(gatherer, desk, node.ledger.shelf)
         welcome = Welcome(link.me.id, link.me.incarnation, arena.size)
         node.data = data
         rules = HoldingRules(config.lease_seconds, config.grace, quota, config.life_fd)
@@ -236,10 +244,10 @@ class _Node:
             case ReleaseRoom(request=request, attempt=attempt):
                 if self.ledger.end_reserved(request, attempt):
                     log.info("room of %s attempt %d released", request, attempt)
+            case Located() | ReplicasOrdered() as answer:
+                self.neighbours.heard(answer)
             case Replicate() | Demote() | DropReplica() as order:
                 self.orders.take(order)
-            case Located() as answer:
-                self.neighbours.heard(answer)
             case SendSnapshot():
                 self.ledger.ask_snapshot()
             case other:

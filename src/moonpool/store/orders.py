@@ -11,15 +11,14 @@ import time
 
 from moonpool.core.actions import Demote, DropReplica, Replicate
 from moonpool.errors import PoolError
-from moonpool.store.fetch import Fetcher
+from moonpool.messenger.questions import YES, Marks, Remove, packed
+from moonpool.store.desk import Desk
+from moonpool.store.gather import Gatherer
 from moonpool.store.shelf import Shelf
 
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 256
-BUSY_SECONDS = 2.0
-"""For a disk to get done with a block that is to be dropped."""
-RETRY_SECONDS = 0.02
 
 Order = Replicate | Demote | DropReplica
 
@@ -27,8 +26,9 @@ Order = Replicate | Demote | DropReplica
 class Orders:
     """On the node's loop."""
 
-    def __init__(self, fetcher: Fetcher, shelf: Shelf) -> None:
-        self._fetcher = fetcher
+    def __init__(self, gatherer: Gatherer, desk: Desk, shelf: Shelf) -> None:
+        self._gatherer = gatherer
+        self._desk = desk
         self._shelf = shelf
         self._waiting: asyncio.Queue[tuple[Order, float]] = asyncio.Queue(MAX_WAITING)
         self._counts = dict.fromkeys(("replicated_blocks", "dropped_replicas", "orders_lost"), 0)
@@ -60,17 +60,12 @@ class Orders:
         return {"orders_waiting": float(self._waiting.qsize())} | {n: float(v) for n, v in self._counts.items()}
 
     async def _replicate(self, order: Replicate, since: float) -> None:
-        until = since + order.time_left
-        copied = await self._fetcher.fetch_each(order.source, order.space, order.keys, until)
+        copied = await self._gatherer.copy(order.source, order.space, order.keys, since + order.time_left)
         self._counts["replicated_blocks"] += copied
         log.info("%d of %d blocks copied from %s", copied, len(order.keys), order.source.id)
 
     async def _drop(self, order: DropReplica) -> None:
-        busy, gone = self._shelf.drop(order.space.id, order.keys)
-        until = time.monotonic() + BUSY_SECONDS
-        while busy and time.monotonic() < until:
-            await asyncio.sleep(RETRY_SECONDS)
-            busy, more = self._shelf.drop(order.space.id, busy)
-            gone += more
+        reply = await self._desk.answer(Remove(order.space.id, packed(order.keys), here=True))
+        gone = reply.marks.count(YES) if isinstance(reply, Marks) else 0
         self._counts["dropped_replicas"] += gone
         log.info("%d of %d blocks dropped", gone, len(order.keys))

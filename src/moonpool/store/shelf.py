@@ -165,32 +165,6 @@ class Shelf:
             if self._leaving:
                 self.on_pressure()
 
-    def drop(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> tuple[tuple[BlockKey, ...], int]:
-        """Forget these blocks in both tiers; those stay that are pinned. Also those that a disk is at work on.
-
-        Returns these latter ones, for which it may be tried again, and how many are gone.
-        """
-        busy: list[BlockKey] = []
-        gone = 0
-        with self._lock:
-            for key in reversed(keys):
-                name = space, key
-                block, shelved = self._blocks.resident.get(name), self._shelved.get(name)
-                if block is not None and self._blocks.eviction.pins(name):
-                    continue
-                volume = None if shelved is None else self._volumes[shelved.volume]
-                if (block is not None and block.saving) or (volume is not None and volume.lru.pins(name)):
-                    busy.append(key)
-                    continue
-                if shelved is not None and volume is not None:
-                    self._remove(volume, shelved)
-                    volume.unlogged.append(shelved)
-                    self.on_pressure()
-                if block is not None:
-                    self._blocks.drop(name)
-                gone += block is not None or shelved is not None
-        return tuple(reversed(busy)), gone
-
     def has_more(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> bool:
         """Whether the leading blocks in any tier are more than the leading ones in DRAM."""
         with self._lock:
