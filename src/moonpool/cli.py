@@ -284,7 +284,7 @@ def _gateway(config: Config, token: str | None, part: PartId) -> Work:
                 await run_gateway(link, _conductor(config), settings, listener)
             return
         with (
-            _open(PartId("conductor"), config, token, config.part.control_port, embedded=True) as chief,
+            _open(PartId("conductor"), config, token, config.part.control_port, is_up=False) as chief,
             _open(part, config, token, 0, conducts=chief.me.address) as link,
         ):
             async with asyncio.TaskGroup() as group:
@@ -307,11 +307,13 @@ def _conductor_alone(config: Config, token: str | None, part: PartId) -> Work:
 
 
 def _node(config: Config, token: str | None, part: PartId) -> Work:
-    from moonpool.live.process import LIFE_FD
+    from moonpool.command.machine import ssd_directories
+    from moonpool.live.process import LIFE_FD, RESTART, announce, tell
     from moonpool.live.rundir import create_run_directory
     from moonpool.store.node import NodeConfig, run_node
 
     address = _conductor(config)
+    directories = tuple(map(str, ssd_directories(config)))
 
     async def work() -> None:
         own = None if config.part.run_dir else create_run_directory()
@@ -324,13 +326,14 @@ def _node(config: Config, token: str | None, part: PartId) -> Work:
                 token=token,
                 eviction=config.pool.eviction,
                 ssd_bytes=config.pool.ssd_per_node,
-                ssd_dirs=_ssd_directories(config),
+                ssd_dirs=directories,
+                is_restart=bool(os.environ.get(RESTART)),
                 lease_seconds=config.pool.lease_limit,
                 client_quota=config.pool.client_quota,
                 life_fd=int(life) if (life := os.environ.get(LIFE_FD)) else None,
             )
-            with _open(part, config, token, config.part.control_port) as link:
-                await run_node(link, address, settings)
+            with _open(part, config, token, config.part.control_port, is_up=False) as link:
+                await run_node(link, address, settings, lambda: announce(link.me), tell)
         finally:
             if own is not None:
                 own.remove()
@@ -395,15 +398,15 @@ def _slo(config: Config) -> Slo:
 
 @contextmanager
 def _open(
-    part: PartId, config: Config, token: str | None, port: int, conducts: str = "", embedded: bool = False
+    part: PartId, config: Config, token: str | None, port: int, conducts: str = "", is_up: bool = True
 ) -> Iterator[Link]:
-    """A part's link, closed at the end. The supervisor hears of it, unless another part of the process tells it."""
+    """A part's link, closed at the end. The supervisor hears that the part is up, unless that is told it later."""
     from moonpool.live.process import announce
     from moonpool.wire.link import Link
 
     link = Link(part, config.part.bind, port, token)
     try:
-        if not embedded:
+        if is_up:
             announce(link.me, conducts)
         yield link
     finally:
@@ -419,13 +422,6 @@ def _conductor(config: Config) -> str:
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ConfigError(f"--conductor {given}: must be HOST:PORT, such as 127.0.0.1:9000")
     return f"tcp://{host}:{port}"
-
-
-def _ssd_directories(config: Config) -> tuple[str, ...]:
-    from moonpool.engine.model import home
-
-    given = tuple(name.strip() for name in (config.pool.ssd_dir or "").split(",") if name.strip())
-    return given or (str(home() / "ssd"),)
 
 
 def _its_node(config: Config) -> PartId | None:

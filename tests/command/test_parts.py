@@ -17,7 +17,7 @@ from moonpool.wire.link import Link
 def test_a_node_gets_what_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[NodeConfig] = []
 
-    async def run_node(link: Link, conductor: str, config: NodeConfig) -> None:
+    async def run_node(link: Link, conductor: str, config: NodeConfig, *_: object) -> None:
         made.append(config)
 
     monkeypatch.setattr(node, "run_node", run_node)

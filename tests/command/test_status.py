@@ -73,10 +73,10 @@ def gateway() -> Iterator[str]:
     server.server_close()
 
 
-def shown(state: command.State) -> str:
-    console = Console(width=200)
+def shown(state: command.State, width: int = 200) -> str:
+    console = Console(width=width)
     with console.capture() as capture:
-        console.print(command.render(state))
+        console.print(command.render(state, console))
     return capture.get()
 
 
@@ -126,3 +126,31 @@ def test_a_bad_answer_is_one_line(gateway: str, code: int, body: bytes, message:
 def test_nobody_there_is_one_line_with_the_way_out(url: str) -> None:
     with pytest.raises(MoonpoolError, match="start one with `moonpool serve`, or say where it is with --url"):
         command.fetch(url)
+
+
+def test_a_node_shows_its_ssd_tier() -> None:
+    ssd = {"ssd_capacity_bytes": 20 << 30, "ssd_used_bytes": 3 << 30, "ssd_promotions": 7.0, "ssd_lost_volumes": 1.0}
+    nodes = [{"id": f"node-{number}", "kind": "node"} for number in range(2)]
+    state = msgspec.convert({"parts": nodes, "counters": {"node-0": ssd}}, command.State)
+    assert "3.0/20.0 GiB, 7 hits, 1 lost" in shown(state)
+    assert "SSD" not in shown(msgspec.convert({"parts": nodes}, command.State)), "where no node has one"
+
+
+@pytest.mark.parametrize("width", [120, 80, 66, 40])
+def test_a_narrow_terminal_loses_the_least_important_columns(width: int) -> None:
+    node = {"id": "node-0", "health": "suspect", "node": "node-0", "rooms": 3, "blocks": {"dram": 9}}
+    node |= {"kind": "node", "capacity": {"dram_bytes": 4 << 30}, "used_bytes": 1 << 30}
+    decode = {"id": "decode-0", "health": "up", "node": "node-0", "running": 3, "queued": 1, "pages_free": 30}
+    decode |= {"kind": "decode", "capacity": {"pages": 136}}
+    ssd = {"ssd_capacity_bytes": 20 << 30, "ssd_used_bytes": 3 << 30, "ssd_promotions": 1234.0, "tcp_bytes_in": 5 << 20}
+    text = shown(msgspec.convert({"parts": [node, decode], "counters": {"node-0": ssd}}, command.State), width)
+    [head] = [line.split() for line in text.splitlines() if line.strip().startswith("part")]
+    [row] = [line for line in text.splitlines() if line.strip().startswith("node-0")]
+    assert head[:3] == ["part", "health", "node"]
+    assert row.split()[:3] == ["node-0", "suspect", "node-0"]
+    assert ("1024/4096 MiB" in row) == ("3.0/20.0 GiB, 1234 hits" in row) == (width > 40)
+    assert "…" not in text
+    assert max(len(line) for line in text.splitlines()) <= width
+    dropped = set(command.DROPPED) - set(head)
+    assert dropped == set(command.DROPPED[: len(dropped)])
+    assert bool(dropped) == (width < 120)

@@ -7,12 +7,16 @@ import shutil
 from pathlib import Path
 
 from moonpool.config import Config
+from moonpool.engine.model import home
 from moonpool.errors import ConfigError
+from moonpool.store.places import check_places
 
 PROCESS_BYTES = 64 << 20
 """Of a Python process with the libraries of a part that does not compute, roughly."""
 TORCH_BYTES = 300 << 20
 """Of one with torch and transformers loaded, roughly."""
+
+SMALLEST_SLAB = 1 << 20
 
 
 def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
@@ -44,6 +48,32 @@ def check_memory(config: Config, weights: Path | None) -> None:
             f"not enough memory: {config.fleet.nodes} x {gib(config.pool.dram_per_node)} of KVCache and the parts need "
             f"about {gib(needed)}, {gib(available)} is available: lower --dram-per-node, --nodes, --prefill or --decode"
         )
+
+
+def ssd_directories(config: Config) -> tuple[Path, ...]:
+    """Where the nodes make their directories of the SSD tier: none without one. Raises ConfigError."""
+    if not config.pool.ssd_per_node:
+        return ()
+    given = [name.strip() for name in (config.pool.ssd_dir or "").split(",") if name.strip()]
+    directories = tuple(Path(name) for name in given) or (home() / "ssd",)
+    for index, directory in enumerate(directories):
+        if "\0" in str(directory):
+            raise ConfigError(f"--ssd-dir {str(directory)!r}: no path has a NUL in it")
+        if os.path.realpath(directory) in map(os.path.realpath, directories[:index]):
+            raise ConfigError(f"--ssd-dir names {directory} twice")
+    if config.pool.ssd_per_node < len(directories) * SMALLEST_SLAB:
+        raise ConfigError(
+            f"--ssd-per-node {config.pool.ssd_per_node} bytes is too little for {len(directories)} --ssd-dir: "
+            f"at least {SMALLEST_SLAB >> 20} MiB each"
+        )
+    return directories
+
+
+def check_ssd(config: Config) -> None:
+    """Raises ConfigError where a directory of the SSD tier cannot be had, or there is not room for all slabs."""
+    directories = ssd_directories(config)
+    nodes = [directory / f"node-{number}" for number in range(config.fleet.nodes) for directory in directories]
+    check_places(nodes, config.pool.ssd_per_node // max(1, len(directories)))
 
 
 def check_disk(directory: Path, needed: int, purpose: str) -> None:

@@ -51,7 +51,7 @@ class Screen:
         since = f"{time.monotonic() - self._began:6.1f} s"
         match progress.state:
             case "starting":
-                self._say(f"  [dim]starts[/] {progress.part:12} {since}")
+                self._say(f"  [dim]starts[/] {progress.part:12} {since}  {escape(progress.detail)}".rstrip())
             case "up":
                 self._say(f"  [green]up[/]     {progress.part:12} {since}")
             case _:

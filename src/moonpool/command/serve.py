@@ -45,6 +45,7 @@ def serve(config: Config, token: str | None, find_model: Callable[[Config], Path
     if config.model.engine == "torch" and config.model.model not in PULLABLE:
         check_model(model)
     machine.check_memory(config, model if config.model.engine == "torch" else None)
+    machine.check_ssd(config)
     named = msgspec.structs.replace(config.model, model=str(model), served_model_name=config.served_name)
     config = msgspec.structs.replace(config, model=named)
     directory = create_run_directory()

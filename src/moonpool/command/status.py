@@ -6,6 +6,7 @@ import contextlib
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 
 import msgspec
 from rich.box import SIMPLE
@@ -20,6 +21,9 @@ EVERY_SECONDS = 1.0
 CALL_SECONDS = 5.0
 FILE_COLUMNS = 120
 """Where the output is no terminal."""
+ANY_WIDTH = 10_000
+DROPPED = ("rooms", "moved", "blocks", "waits", "runs", "pages", "SSD", "DRAM")
+"""The columns that a narrow terminal does without, in this order; the others are never cut."""
 MAX_ANSWER_BYTES = 16 << 20
 
 
@@ -64,13 +68,14 @@ def status(url: str, once: bool) -> int:
     if not console.is_terminal:
         console = Console(width=FILE_COLUMNS)
     if once:
-        console.print(render(state))
+        console.print(render(state, console))
         return 0
-    with contextlib.suppress(KeyboardInterrupt), Live(render(state), console=console, auto_refresh=False) as live:
+    first = render(state, console)
+    with contextlib.suppress(KeyboardInterrupt), Live(first, console=console, auto_refresh=False) as live:
         while True:
             time.sleep(EVERY_SECONDS)
             try:
-                live.update(render(fetch(url)), refresh=True)
+                live.update(render(fetch(url), console), refresh=True)
             except MoonpoolError as e:
                 live.update(f"{e}; trying again", refresh=True)
     return 0
@@ -96,15 +101,14 @@ def fetch(url: str) -> State:
         ) from None
 
 
-def render(state: State) -> RenderableType:
-    """A table of the parts, and below it what they do."""
-    table = Table(box=SIMPLE, padding=(0, 1), pad_edge=False)
-    for column in ("part", "health", "node"):
-        table.add_column(column, no_wrap=column == "part")
-    for column in ("runs", "waits", "pages", "DRAM", "blocks", "rooms", "moved"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for part in state.parts:
-        table.add_row(*_row(part, state.counters.get(part.id, {})))
+def render(state: State, console: Console) -> RenderableType:
+    """A table of the parts, as wide as `console` allows, and below it what they do."""
+    rows = [_row(part, state.counters.get(part.id, {})) for part in state.parts]
+    table = _table(rows, ())
+    for count in range(1, len(DROPPED) + 1):
+        if _width(table, console) <= console.width:
+            break
+        table = _table(rows, DROPPED[:count])
     phases = ", ".join(f"{count} {phase}" for phase, count in state.requests.items() if count) or "none"
     decided = ("arrived", "placed", "finished", "cancelled")
     numbers = ", ".join(f"{state.decisions.get(name, 0)} {name}" for name in decided)
@@ -118,23 +122,59 @@ def render(state: State) -> RenderableType:
     )
 
 
-def _row(part: Part, counters: dict[str, float]) -> list[str]:
+def _table(rows: list[dict[str, str]], dropped: Sequence[str]) -> Table:
+    """Of `rows` without the columns `dropped`, nor one for an SSD tier that no node has."""
+    table = Table(box=SIMPLE, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    columns = [*_row(Part(), {})]
+    shown = [name for name in columns if name not in dropped and (name != "SSD" or any(row[name] for row in rows))]
+    for name in shown:
+        table.add_column(name, justify="left" if name in ("part", "health", "node") else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*[row[name] for name in shown])
+    return table
+
+
+def _width(table: Table, console: Console) -> int:
+    """Of all of it, with nothing cut."""
+    return console.measure(table, options=console.options.update(max_width=ANY_WIDTH)).maximum
+
+
+def _row(part: Part, counters: dict[str, float]) -> dict[str, str]:
+    """By column, in the table's order."""
     pages = part.capacity.pages
     used = f"{pages - part.pages_free}/{pages}" if pages and part.pages_free is not None else ""
     dram = part.capacity.dram_bytes
     moved = counters.get("messenger_bytes_sent", 0.0) + counters.get("tcp_bytes_in", 0.0)
-    return [
-        part.id,
-        part.health,
-        part.node,
-        _number(part.running) if part.kind != "node" else "",
-        _number(part.queued) if part.kind != "node" else "",
-        used,
-        f"{(part.used_bytes or 0) >> 20}/{dram >> 20} MiB" if dram else "",
-        _number(sum(part.blocks.values()) if part.blocks is not None else None),
-        _number(part.rooms),
-        f"{moved / 2**20:.1f} MiB" if moved else "",
-    ]
+    return {
+        "part": part.id,
+        "health": part.health,
+        "node": part.node,
+        "runs": _number(part.running) if part.kind != "node" else "",
+        "waits": _number(part.queued) if part.kind != "node" else "",
+        "pages": used,
+        "DRAM": _filled(part.used_bytes or 0, dram) if dram else "",
+        "SSD": _ssd(counters),
+        "blocks": _number(sum(part.blocks.values()) if part.blocks is not None else None),
+        "rooms": _number(part.rooms),
+        "moved": f"{moved / 2**20:.1f} MiB" if moved else "",
+    }
+
+
+def _ssd(counters: dict[str, float]) -> str:
+    """Bytes used and in all, blocks that were wanted and came back from there, directories given up."""
+    size, lost = counters.get("ssd_capacity_bytes", 0.0), counters.get("ssd_lost_volumes", 0.0)
+    said = []
+    if size:
+        said.append(_filled(int(counters.get("ssd_used_bytes", 0.0)), int(size)))
+        said.append(f"{counters.get('ssd_promotions', 0.0):.0f} hits")
+    if lost:
+        said.append(f"{lost:.0f} lost")
+    return ", ".join(said)
+
+
+def _filled(used: int, size: int) -> str:
+    bits, unit = next(((b, u) for b, u in ((40, "TiB"), (30, "GiB")) if size >= 10 << b), (20, "MiB"))
+    return f"{used / 2**bits:.1f}/{size / 2**bits:.1f} {unit}" if bits > 20 else f"{used >> 20}/{size >> 20} MiB"
 
 
 def _number(value: int | None) -> str:

@@ -1,7 +1,7 @@
 """What every part's process does around its work: logs, readiness, and a certain end.
 
 A part that a supervisor started inherits two pipes. It reads from `LIFE_FD`, which ends when the supervisor is gone,
-however it went; and it writes `Birth` or `Failure`, a JSON line each, to `REPORT_FD`.
+however it went; and it writes `Doing`, `Birth` or `Failure`, a JSON line each, to `REPORT_FD`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 LIFE_FD = "MOONPOOL_LIFE_FD"
 REPORT_FD = "MOONPOOL_REPORT_FD"
+RESTART = "MOONPOOL_RESTART"
+"""Not empty: this part has been up before, in this cluster."""
 ORPHAN_SECONDS = 1.0
 """From the supervisor's death to a part's, whatever the part is doing."""
 STOP_SECONDS = 3.0
@@ -38,8 +40,14 @@ USER_MISTAKE = 2
 Work = Callable[[], Coroutine[None, None, None]]
 
 
+class Doing(msgspec.Struct, frozen=True, tag=True):
+    """What the part does before it is up, where that may take a while; fit for a user."""
+
+    what: str
+
+
 class Birth(msgspec.Struct, frozen=True, tag=True):
-    """The part can be reached; `conductor` is the address of the Conductor that it embeds, if it does."""
+    """The part is up: it can be reached and serve. `conductor` is the address of one that it embeds, if it does."""
 
     part: PartId
     incarnation: Incarnation
@@ -54,7 +62,7 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
     status: int
 
 
-Report = Birth | Failure
+Report = Doing | Birth | Failure
 
 
 def run_part(part: PartId, level: str, as_json: bool, prepare: Callable[[], Work]) -> int:
@@ -74,8 +82,13 @@ def run_part(part: PartId, level: str, as_json: bool, prepare: Callable[[], Work
     return _run_until_stopped(work)
 
 
+def tell(what: str) -> None:
+    """Tell the supervisor, if there is one, what takes a while."""
+    _report(Doing(what))
+
+
 def announce(me: Peer, conductor: str = "") -> None:
-    """Tell the supervisor, if there is one, that this part can be reached."""
+    """Tell the supervisor, if there is one, that this part is up."""
     _report(Birth(me.id, me.incarnation, me.address, conductor))
     log.info("listening at %s", me.address)
 

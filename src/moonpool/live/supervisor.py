@@ -21,7 +21,7 @@ import msgspec
 from moonpool.core.events import Lost
 from moonpool.core.vocabulary import Incarnation, PartId, Peer
 from moonpool.errors import ConfigError, MoonpoolError
-from moonpool.live.process import LIFE_FD, REPORT_FD, USER_MISTAKE, Birth, Failure, Report
+from moonpool.live.process import LIFE_FD, REPORT_FD, RESTART, USER_MISTAKE, Birth, Doing, Failure, Report
 from moonpool.wire.link import Link
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class PartPlan(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """What the user sees: a part is `starting`, `up` (reachable), or `ended` (and will be started again)."""
+    """What the user sees: a part is `starting` (`detail`: what it does), `up`, or `ended` and will be started again."""
 
     part: PartId
     state: str
@@ -75,7 +75,10 @@ class Child:
     up: asyncio.Event = field(default_factory=asyncio.Event)
     was_up: bool = False
     failures: int = 0
-    """In a row; a steady life ends the row."""
+    """Its own, in a row; a steady life ends the row."""
+    base: Birth | None = None
+    """The life of the part that this one ends with, when it began."""
+    is_ended_by_us: bool = False
 
     def signal(self, sign: signal.Signals) -> None:
         if self.process is not None and self.process.returncode is None:
@@ -153,6 +156,10 @@ class Supervisor:
             if self._stop.is_set():
                 return
             lived = loop.time() - began
+            if self._ended_with_its_base(child):
+                self._tell_loss(child, f"it ends with {child.plan.ends_with}")
+                pause = FIRST_PAUSE
+                continue
             child.failures = 1 if child.was_up and lived > STEADY_SECONDS else child.failures + 1
             self._mourn(child, status)
             pause = min(FIRST_PAUSE * 2 ** (child.failures - 1), LONGEST_PAUSE)
@@ -162,6 +169,8 @@ class Supervisor:
         """Start the process and follow it to its end; its exit status (negative: the signal)."""
         report_fd, report_writer = os.pipe()
         child.birth = child.failure = None
+        child.is_ended_by_us = False
+        child.base = self._children[child.plan.ends_with].birth if child.plan.ends_with else None
         self._notify(Progress(child.plan.id, "starting"))
         try:
             child.process = await asyncio.create_subprocess_exec(
@@ -169,7 +178,9 @@ class Supervisor:
                 *child.plan.arguments,
                 *self._addresses(child.plan),
                 stdin=asyncio.subprocess.DEVNULL,
-                env=os.environ | {LIFE_FD: str(self._life_fd), REPORT_FD: str(report_writer), TOKEN_ENV: self._token},
+                env=os.environ
+                | {LIFE_FD: str(self._life_fd), REPORT_FD: str(report_writer), TOKEN_ENV: self._token}
+                | {RESTART: "1" if child.was_up else ""},
                 pass_fds=(self._life_fd, report_writer, *self._keep_fds),
                 process_group=0,
             )
@@ -196,6 +207,8 @@ class Supervisor:
         try:
             async for line in reader:
                 match msgspec.json.decode(line, type=Report):
+                    case Doing(what=what):
+                        self._notify(Progress(child.plan.id, "starting", what))
                     case Birth() as birth:
                         self._born(child, birth)
                     case Failure() as failure:
@@ -217,17 +230,28 @@ class Supervisor:
             return ("--conductor", self._conductor)
         return ("--control-port", self._conductor.rsplit(":", 1)[1]) if self._conductor else ()
 
+    def _ended_with_its_base(self, child: Child) -> bool:
+        """Ended by us, or by itself because the part that it stands on is gone: no failure of its own."""
+        if child.plan.ends_with is None:
+            return False
+        base = self._children[child.plan.ends_with]
+        is_base_there = base.up.is_set() and base.process is not None and base.process.returncode is None
+        return child.is_ended_by_us or not is_base_there or base.birth is not child.base
+
     def _mourn(self, child: Child, status: int) -> None:
         """Tell the Conductor and the user; raise where another start cannot help."""
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
         reason = child.failure.message if child.failure else how
-        if self._link is not None and child.birth is not None and not child.plan.conducts:
-            conductor = Peer(PartId("conductor"), Incarnation(""), self._conductor)
-            self._link.post(conductor, Lost(child.plan.id, child.birth.incarnation, reason))
         if status == USER_MISTAKE and (not child.was_up or child.failures >= MISTAKES):
             raise ConfigError(reason)
         if not child.was_up and child.failures >= STARTS:
             raise MoonpoolError(f"{child.plan.id} did not come up in {STARTS} attempts: {reason}")
+        self._tell_loss(child, reason)
+
+    def _tell_loss(self, child: Child, reason: str) -> None:
+        if self._link is not None and child.birth is not None and not child.plan.conducts:
+            conductor = Peer(PartId("conductor"), Incarnation(""), self._conductor)
+            self._link.post(conductor, Lost(child.plan.id, child.birth.incarnation, reason))
         self._notify(Progress(child.plan.id, "ended", reason))
 
     async def _end(self, children: Sequence[Child]) -> None:
@@ -248,6 +272,7 @@ class Supervisor:
     async def _terminate(self, children: Sequence[Child], seconds: float) -> set[asyncio.Task[int]]:
         """SIGTERM, and up to so many seconds to end; those that have not."""
         for child in children:
+            child.is_ended_by_us = True
             child.signal(signal.SIGTERM)
         waits = [asyncio.create_task(child.process.wait()) for child in children if child.process is not None]
         return (await asyncio.wait(waits, timeout=max(seconds, 0.0)))[1] if waits else set()

@@ -1,29 +1,29 @@
 """The SSD tier's threads: for each directory one that saves blocks from the arena, and some that load them back.
 
-A disk that fails or stands still is given up until the node restarts: its blocks are gone, DRAM goes on alone.
+A disk that fails or stands still is given up until the node restarts: its blocks are gone, DRAM goes on alone. So is
+one that a node finds unusable that has run before; where it is new, that is a mistake to be told at once.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gc
 import logging
-import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from moonpool.errors import ConfigError
 from moonpool.store.arena import Arena
 from moonpool.store.extents import page_aligned
-from moonpool.store.index import Index, recover
+from moonpool.store.index import Index
 from moonpool.store.reads import Load, Outcome, Read, adjoining, reads_of
 from moonpool.store.shelf import Saves, Shelf
 from moonpool.store.slab import Slab
+from moonpool.store.volumes import Opened, OpenSlab, open_volumes
 
 log = logging.getLogger(__name__)
 
@@ -34,15 +34,16 @@ BATCH_BYTES = 16 << 20
 MAX_FAILURES = 3
 """Failed operations in a row, before a disk is given up."""
 CLOSE_SECONDS = 5.0
+OPEN_SECONDS = 600.0
+"""For a directory: a filesystem without fallocate writes the whole slab, and an index may be of gigabytes."""
 
 
 @dataclass(slots=True, eq=False)
 class _Volume:
     number: int
+    opened: Opened
     slab: Slab
     index: Index
-    lock: int
-    """A descriptor that holds the directory for this process."""
     failures: int = 0
     is_pressed: bool = True
     """There may be something to save."""
@@ -61,29 +62,40 @@ class Disks:
         directories: Sequence[Path],
         nbytes: int,
         stall_seconds: float = 10.0,
-        open_slab: Callable[[Path, int], Slab] = Slab,
+        open_slab: OpenSlab = Slab,
+        is_restart: bool = False,
+        open_seconds: float = OPEN_SECONDS,
     ) -> None:
-        """`nbytes` in all, the same in each directory. Raises ConfigError where a directory cannot be used."""
+        """`nbytes` in all, the same in each directory.
+
+        A directory that cannot be used is given up where the node `is_restart`ed; else ConfigError is raised, and
+        nothing is left of any of them.
+        """
         self._arena = arena
         self._shelf = shelf
         self._stall_seconds = stall_seconds
         self._changed = threading.Condition()
         self._closed = False
         self._read_bytes = self._written_bytes = self._errors = 0
-        self._volumes: list[_Volume] = []
-        try:
-            for directory in directories:
-                self._volumes.append(self._open(directory, nbytes // len(directories), open_slab))
-        except BaseException:
-            self.close()
-            raise
+        self._volumes: dict[int, _Volume] = {}
+        with _kept_for_good():
+            each = nbytes // max(1, len(directories))
+            found = open_volumes(directories, each, open_slab, open_seconds)
+            failed = next((opened for opened in found if isinstance(opened, ConfigError)), None)
+            if failed is not None and not is_restart:
+                for opened in reversed(found):
+                    if isinstance(opened, Opened):
+                        opened.undo()
+                raise failed
+            for directory, opened in zip(directories, found, strict=True):
+                self._add(directory, opened)
         shelf.on_pressure = self._on_pressure
-        for volume in self._volumes:
+        for volume in self._volumes.values():
             work = [self._save_all, *[self._load_all] * READERS]
             for number, target in enumerate(work):
                 name = f"ssd {volume.number} {'load' if number else 'save'}"
                 volume.threads.append(threading.Thread(target=target, args=(volume,), name=name, daemon=True))
-        for volume in self._volumes:
+        for volume in self._volumes.values():
             for thread in volume.threads:
                 thread.start()
 
@@ -102,7 +114,7 @@ class Disks:
 
     def check(self, now: float) -> None:
         """Give up a disk on which an operation does not end. `now` is of the monotonic clock; call it now and then."""
-        for volume in self._volumes:
+        for volume in self._volumes.values():
             with self._changed:
                 began = min(volume.busy.values(), default=now)
             if now - began > self._stall_seconds:
@@ -115,7 +127,7 @@ class Disks:
                 "ssd_written_bytes": float(self._written_bytes),
                 "ssd_errors": float(self._errors),
                 "ssd_direct_volumes": float(
-                    sum(volume.slab.is_direct and not volume.is_lost for volume in self._volumes)
+                    sum(volume.slab.is_direct and not volume.is_lost for volume in self._volumes.values())
                 ),
             }
 
@@ -123,48 +135,31 @@ class Disks:
         """Whatever is queued fails; what runs is awaited for a few seconds."""
         with self._changed:
             self._closed = True
-            queued = [read for volume in self._volumes for read in volume.queue]
-            for volume in self._volumes:
+            queued = [read for volume in self._volumes.values() for read in volume.queue]
+            for volume in self._volumes.values():
                 volume.queue.clear()
             self._changed.notify_all()
         _fail(queued)
         until = time.monotonic() + CLOSE_SECONDS
-        for volume in self._volumes:
+        for volume in self._volumes.values():
             for thread in volume.threads:
                 if thread.ident is not None:
                     thread.join(max(0.0, until - time.monotonic()))
             if not any(thread.is_alive() for thread in volume.threads):
-                volume.index.close()
-                volume.slab.close()
-                os.close(volume.lock)
+                volume.opened.close()
 
-    def _open(self, directory: Path, nbytes: int, open_slab: Callable[[Path, int], Slab]) -> _Volume:
-        with contextlib.ExitStack() as undo:
-            try:
-                lock = _own(directory)
-                undo.callback(os.close, lock)
-                slab = open_slab(directory / "slab", nbytes)
-                undo.callback(slab.close)
-                began = time.monotonic()
-                with _kept_for_good():
-                    recovered = recover(directory / "index", slab.size)
-                    index = Index(directory / "index", recovered)
-            except OSError as e:
-                raise ConfigError(f"SSD directory {directory}: {e.strerror} (--ssd-dir)") from e
-            undo.pop_all()
-        for loss in recovered.losses:
-            log.warning("SSD index %s: dropped %s", directory / "index", loss)
-        with _kept_for_good():
-            number = self._shelf.add_volume(slab.size, recovered.entries)
-        how = "O_DIRECT" if slab.is_direct else "through the page cache: this filesystem knows no O_DIRECT"
-        found = f"{len(recovered.entries)} blocks found in {time.monotonic() - began:.1f} s"
-        log.info("SSD %s: %d MiB, %s; %s", slab.path, slab.size >> 20, how, found)
-        return _Volume(number, slab, index, lock)
+    def _add(self, directory: Path, opened: Opened | ConfigError) -> None:
+        if isinstance(opened, Opened):
+            number = self._shelf.add_volume(opened.slab.size, opened.recovered.entries)
+            self._volumes[number] = _Volume(number, opened, opened.slab, opened.index)
+        else:
+            self._shelf.lose(self._shelf.add_volume(0, ()))
+            log.error("SSD %s is given up until this node restarts: %s", directory, opened)
 
     def _on_pressure(self) -> None:
         # Under the ledger's lock, which is never taken while this one is held.
         with self._changed:
-            for volume in self._volumes:
+            for volume in self._volumes.values():
                 volume.is_pressed = True
             self._changed.notify_all()
 
@@ -281,18 +276,6 @@ def _kept_for_good() -> Iterator[None]:
         gc.freeze()
         if was_enabled:
             gc.enable()
-
-
-def _own(directory: Path) -> int:
-    """The directory, for this process alone while it lives. What lies in it is KVCache: nobody else's to read."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise ConfigError(f"another node uses {directory}; give this one another --ssd-dir") from None
-    return lock
 
 
 def _fail(reads: Sequence[Read]) -> None:

@@ -40,6 +40,7 @@ from moonpool.store.loader import Loader
 from moonpool.store.messages import Welcome
 from moonpool.store.neighbours import Neighbours
 from moonpool.store.orders import Orders
+from moonpool.store.places import amount
 from moonpool.store.rooms import ClientId, RoomId
 from moonpool.store.server import HoldingRules, LocalServer, listen
 from moonpool.wire.link import Link
@@ -82,12 +83,23 @@ class NodeConfig(Struct, frozen=True):
     """In each of them the node keeps a directory with its name. None: DRAM alone."""
     ssd_stall_seconds: float = 10.0
     """A disk on which an operation takes longer is given up."""
+    is_restart: bool = False
+    """This node has been up before: an SSD directory that cannot be used any more is given up, DRAM goes on alone."""
     life_fd: int | None = None
     """The pipe from this node's supervisor; None: the node was started by hand and kills nobody."""
 
 
-async def run_node(link: Link, conductor: str, config: NodeConfig) -> None:
-    """Serve until cancelled, then leave nothing behind. Raises ConfigError where it cannot start."""
+async def run_node(
+    link: Link,
+    conductor: str,
+    config: NodeConfig,
+    is_up: Callable[[], None] = lambda: None,
+    tell: Callable[[str], None] = lambda what: None,
+) -> None:
+    """Serve until cancelled, then leave nothing behind. Raises ConfigError where it cannot start.
+
+    `tell` hears what takes a while before the node can serve; `is_up` is called as soon as it can.
+    """
     socket_path = Path(config.run_dir) / f"{link.me.id}.sock"
     with contextlib.ExitStack() as stack:
         stack.enter_context(_own(socket_path))
@@ -99,9 +111,17 @@ async def run_node(link: Link, conductor: str, config: NodeConfig) -> None:
         stack.callback(messenger.close)
         node = _Node(link, arena, messenger, config.eviction)
         directories = [Path(directory) / link.me.id for directory in config.ssd_dirs] if config.ssd_bytes else []
-        # Reading the index of a large SSD takes seconds.
+        if directories:
+            # Reading the index of a large one takes seconds.
+            tell(f"opening {amount(config.ssd_bytes)} of SSD")
         node.disks = await asyncio.to_thread(
-            Disks, arena, node.ledger.shelf, directories, config.ssd_bytes, config.ssd_stall_seconds
+            Disks,
+            arena,
+            node.ledger.shelf,
+            directories,
+            config.ssd_bytes,
+            config.ssd_stall_seconds,
+            is_restart=config.is_restart,
         )
         stack.callback(node.disks.close)
         node.loader = loader = Loader(arena, node.ledger, node.disks)
@@ -130,6 +150,7 @@ async def run_node(link: Link, conductor: str, config: NodeConfig) -> None:
             socket_path=str(socket_path),
         )
         size = arena.size >> 20
+        is_up()
         log.info("node %s: %d MiB in %s, %s, data on %s", link.me.id, size, arena.pages, socket_path, data.address)
         await node.run()
 

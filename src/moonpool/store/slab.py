@@ -11,6 +11,7 @@ from pathlib import Path
 from moonpool.errors import ConfigError
 from moonpool.messenger.transfer import Bytes
 from moonpool.store.extents import PAGE_BYTES
+from moonpool.store.places import amount, lacking_bytes, remember, spare_bytes
 
 _MAX_BUFFERS = 1024
 """Of one system call (IOV_MAX)."""
@@ -23,21 +24,28 @@ class Slab:
     """
 
     def __init__(self, path: Path, nbytes: int) -> None:
-        """Creates or resizes the file. Raises ConfigError where the disk has not got so much space, or no such file."""
+        """Creates or resizes the file; one that is as long already takes nothing from the disk.
+
+        Raises ConfigError where the disk has not got so much space, or no such file; then the file is as it was.
+        """
         self.path = path
         self.size = nbytes // PAGE_BYTES * PAGE_BYTES
         try:
-            self._fd, self.is_direct = _open(path)
+            put_back = remember(path)
+            _check_space(path, self.size)
             try:
-                if os.fstat(self._fd).st_size > self.size:
-                    os.ftruncate(self._fd, self.size)
-                os.posix_fallocate(self._fd, 0, self.size)
+                self._fd, self.is_direct = _open(path)
+                try:
+                    _resize(self._fd, self.size)
+                except BaseException:
+                    os.close(self._fd)
+                    raise
             except BaseException:
-                os.close(self._fd)
+                put_back()
                 raise
         except OSError as e:
             raise ConfigError(
-                f"no slab of {self.size / 2**20:.0f} MiB at {path}: {e.strerror}; "
+                f"no slab of {amount(self.size)} at {path}: {e.strerror}; "
                 "choose a smaller --ssd-per-node or another --ssd-dir"
             ) from e
 
@@ -51,6 +59,21 @@ class Slab:
     def close(self) -> None:
         """Only when no call runs any more."""
         os.close(self._fd)
+
+
+def _check_space(path: Path, nbytes: int) -> None:
+    """Before anything is written: a disk that is full for a moment already harms others."""
+    lacking, spare = lacking_bytes(path, nbytes), spare_bytes(path.parent)
+    if lacking and spare is not None and lacking > spare:
+        raise OSError(errno.ENOSPC, f"{amount(lacking)} more needed, {amount(spare)} can be had")
+
+
+def _resize(fd: int, nbytes: int) -> None:
+    size = os.fstat(fd).st_size
+    if size > nbytes:
+        os.ftruncate(fd, nbytes)
+    elif size < nbytes:
+        os.posix_fallocate(fd, 0, nbytes)
 
 
 def _open(path: Path) -> tuple[int, bool]:
