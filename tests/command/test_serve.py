@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -129,6 +130,33 @@ def test_a_second_serve_on_the_same_port_is_refused_in_one_line(start_cluster: S
         f"moonpool: port {port} on 127.0.0.1 is taken: stop what listens there, or choose another with --port\n"
     )
     assert answer(cluster.url)
+
+
+@pytest.mark.parametrize(
+    "command", [("serve", "--engine", "timed", "--port", "0"), ("node", "--conductor", "127.0.0.1:9")]
+)
+@pytest.mark.parametrize(
+    ("size", "directory", "message"),
+    [
+        ("900TiB", "", r"900\.0 TiB more needed.*--ssd-per-node or another --ssd-dir"),
+        ("1GiB", "/proc/x", r"SSD directory /proc/x/node-0: No such file or directory; choose another --ssd-dir"),
+    ],
+)
+def test_an_ssd_tier_that_cannot_be_is_refused_in_one_line(
+    command: tuple[str, ...], size: str, directory: str, message: str, runtime: Path, tmp_path: Path, smollm2: Path
+) -> None:
+    ssd = ("--ssd-per-node", size, "--ssd-dir", directory or str(tmp_path / "new" / "ssd"))
+    refused = subprocess.run(
+        [sys.executable, "-m", "moonpool", *command, "--dram-per-node", "1MiB", *ssd],
+        capture_output=True,
+        text=True,
+        timeout=GUARD_SECONDS,
+    )
+    assert refused.returncode == 2
+    assert re.fullmatch(rf"moonpool: .*{message}\n", refused.stderr)
+    assert not refused.stdout
+    assert not [*tmp_path.iterdir()]
+    assert not left(runtime)
 
 
 @pytest.mark.parametrize("part", ["prefill-0", "decode-0", "node-0", "gateway-0"])

@@ -17,7 +17,7 @@ import pytest
 
 from moonpool.core.vocabulary import PartId
 from moonpool.errors import ConfigError, MoonpoolError
-from moonpool.live.supervisor import PartPlan, Progress, Supervisor
+from moonpool.live.supervisor import STARTS, PartPlan, Progress, Supervisor
 
 FAKE = Path(__file__).with_name("fake_part.py")
 TOKEN = "a token of this very test"
@@ -128,6 +128,7 @@ def test_a_killed_part_comes_back_and_the_conductor_hears_of_it(tmp_path: Path) 
         lost = fleet.lives("front.lost")[0]
         assert (lost["id"], lost["reason"]) == ("worker", "signal SIGKILL")
         assert lost["incarnation"]
+        assert [life["restart"] for life in fleet.lives("worker")] == ["", "1"], "it is told that it was up before"
 
     asyncio.run(scenario())
 
@@ -143,6 +144,42 @@ def test_a_nodes_death_takes_its_workers_along_and_all_come_back(tmp_path: Path)
             order = [(p.part, p.state) for p in fleet.shown if p.state == "up"]
             assert order[-2:] == [("node", "up"), ("worker", "up")]
             assert len(fleet.lives("front")) == 1
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("behaviour", ["coming", "clinging"])
+def test_a_worker_that_ends_with_its_node_has_not_failed(tmp_path: Path, behaviour: str) -> None:
+    async def scenario() -> None:
+        fleet = Fleet(tmp_path, node="good", worker=behaviour)
+        run = asyncio.create_task(fleet.supervisor.run())
+
+        async def began(times: int) -> None:
+            await until(lambda: len(fleet.lives("worker")) == times or run.done())
+            assert not run.done()
+
+        for times in range(1, STARTS + 1):
+            await began(times)
+            os.kill(fleet.pid("node"), signal.SIGKILL)
+        await began(STARTS + 1)
+        reasons = {
+            progress.detail for progress in fleet.shown if (progress.part, progress.state) == ("worker", "ended")
+        }
+        assert reasons == {"it ends with node"}
+        fleet.supervisor.stop()
+        async with asyncio.timeout(GUARD_SECONDS):
+            await run
+
+    asyncio.run(scenario())
+
+
+def test_what_a_part_does_before_it_is_up_is_shown(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        fleet = Fleet(tmp_path, worker="telling")
+        async with running(fleet):
+            shown = [(p.state, p.detail) for p in fleet.shown if p.part == "worker"]
+        assert [state for state, _ in shown] == ["starting", "starting", "up"]
+        assert shown[1] == ("starting", "reading a long index")
 
     asyncio.run(scenario())
 

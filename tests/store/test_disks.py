@@ -342,11 +342,6 @@ def test_two_nodes_do_not_share_a_directory(tmp_path: Path) -> None:
         Tiered(tmp_path)
 
 
-def test_a_slab_larger_than_its_disk_is_refused_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no slab of .* MiB at .*--ssd-per-node"):
-        Slab(tmp_path / "slab", 1 << 50)
-
-
 def test_blocks_of_another_shape_are_not_loaded(tmp_path: Path) -> None:
     """The same id with another layout: a mistake of a client, which must not become wrong bytes."""
     with Tiered(tmp_path) as tiered:

@@ -85,6 +85,15 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(sign)
 
+    def has_ended(self) -> bool:
+        """Also where that has just happened and the event loop does not know yet."""
+        if self.process is None or self.process.returncode is not None:
+            return True
+        try:
+            return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            return True
+
 
 class Supervisor:
     """`run` until `stop`. `keep_fds` are inherited by all children; `command` is what a plan's arguments follow."""
@@ -235,8 +244,7 @@ class Supervisor:
         if child.plan.ends_with is None:
             return False
         base = self._children[child.plan.ends_with]
-        is_base_there = base.up.is_set() and base.process is not None and base.process.returncode is None
-        return child.is_ended_by_us or not is_base_there or base.birth is not child.base
+        return child.is_ended_by_us or base.has_ended() or base.birth is not child.base
 
     def _mourn(self, child: Child, status: int) -> None:
         """Tell the Conductor and the user; raise where another start cannot help."""
