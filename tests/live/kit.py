@@ -72,6 +72,14 @@ def node_client(cluster: RunningCluster, node: str) -> NodeClient:
     return NodeClient.connect(found[1], name="test", incarnation="test")
 
 
+def pid_of(cluster: RunningCluster, part: str) -> int:
+    """The process of one part: a child of the supervisor that was started under this name."""
+    for child in psutil.Process(cluster.process.pid).children(recursive=True):
+        if part in child.cmdline():
+            return child.pid
+    raise AssertionError(f"{part} does not run")
+
+
 def key_space_of(cluster: RunningCluster) -> KeySpace:
     parts: list[dict[str, Any]] = cluster.describe()["parts"]  # type: ignore[assignment]
     return next(msgspec.convert(p["space"], KeySpace) for p in parts if p["kind"] == "prefill")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from tests.live.kit import (
     BLOCK,
+    HANG,
     Stream,
     audit,
     complete,
@@ -104,3 +107,29 @@ def test_a_killed_nodes_streams_go_on_and_its_ssd_is_hit_when_it_returns(smollm2
         assert [output_ids(a) for a in answers] == [reference_tokens(p, OUTPUT) for p in prompts]
         audit(cluster)
         assert counters(cluster)["node-1"]["ssd_promotions"] > before, "and it is hit"
+
+
+def test_a_node_whose_ssd_is_gone_when_it_is_started_again_goes_on_with_dram(smollm2: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "ssd"
+    ssd = ("--ssd-per-node", "16MiB", "--ssd-dir", str(directory))
+    with running_cluster("--engine", "timed", "--dram-per-node", "1MiB", *ssd) as cluster:
+        prompt = random_prompt(3 * BLOCK, seed=1)
+        before = output_ids(complete(cluster, prompt, OUTPUT))
+        (directory / "node-0").rename(tmp_path / "away")
+        (directory / "node-0").touch()
+        os.kill(pid_of(cluster, "node-0"), signal.SIGKILL)
+        deadline = time.monotonic() + HANG
+        while not lost_volumes(cluster):
+            assert cluster.process.poll() is None, cluster.log()[-4000:]
+            assert time.monotonic() < deadline, cluster.log()[-4000:]
+            time.sleep(0.2)
+        cluster.wait_ready()
+        assert output_ids(complete(cluster, prompt, OUTPUT)) == before
+        assert "is given up until this node restarts" in cluster.log()
+        assert "did not come up" not in cluster.log()
+
+
+def lost_volumes(cluster: RunningCluster) -> float:
+    with contextlib.suppress(OSError):
+        return total(cluster, "ssd_lost_volumes")
+    return 0.0
