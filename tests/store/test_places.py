@@ -205,7 +205,8 @@ def test_the_check_finds_files_that_are_none_and_another_node(tmp_path: Path) ->
     with pytest.raises(ConfigError, match="another node uses"):
         check_places([tmp_path], MIB)
     place.release()
-    check_places([tmp_path], MIB)
+    for _ in range(2):
+        check_places([tmp_path], MIB)
     assert list(files(tmp_path)) == ["lock"], "that of the other one is not taken away"
 
 
