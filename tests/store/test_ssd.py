@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import signal
 import time
 from collections.abc import Callable
@@ -12,8 +14,11 @@ import pytest
 
 from moonpool.core.actions import SendSnapshot
 from moonpool.core.events import BlocksRemoved, BlocksStored, RoomConfirmed, Snapshot
-from moonpool.core.vocabulary import BlockKey, RequestId, Tier
+from moonpool.core.vocabulary import BlockKey, PartId, RequestId, Tier
+from moonpool.errors import ConfigError
 from moonpool.store.client import NodeClient
+from moonpool.store.node import NodeConfig, run_node
+from moonpool.wire.link import Link
 
 from .kit import BLOCK, SECONDS, SPACE, ClientProcess, Conductor, bytes_of, eventually, keys_of, put
 
@@ -211,3 +216,37 @@ def test_a_client_that_dies_while_it_waits_for_the_ssd_leaves_nothing(
     waiting.close()
     eventually(lambda: stats(client)["clients"] == 1, "both are gone")
     eventually(lambda: stats(client)["rooms"] == stats(client)["leases"] == 0, "nothing is held")
+
+
+@pytest.mark.parametrize("is_usable", [True, False])
+def test_a_node_is_up_when_its_ssd_is_open_and_not_before(tmp_path: Path, run_dir: Path, is_usable: bool) -> None:
+    slab = tmp_path / "node-0" / "slab"
+    said: list[str] = []
+
+    async def scenario() -> None:
+        if not is_usable:
+            slab.parent.touch()
+        config = NodeConfig(DRAM * BLOCK, str(run_dir), "127.0.0.1", ssd_bytes=256 * BLOCK, ssd_dirs=(str(tmp_path),))
+        link = Link(PartId("node-0"), "127.0.0.1", 0, None)
+        is_up = asyncio.Event()
+        node = asyncio.create_task(run_node(link, "tcp://127.0.0.1:9", config, is_up.set, said.append))
+        up = asyncio.create_task(is_up.wait())
+        try:
+            async with asyncio.timeout(SECONDS):
+                await asyncio.wait([node, up], return_when=asyncio.FIRST_COMPLETED)
+            assert said == ["opening 4.0 MiB of SSD"]
+            assert is_up.is_set() == is_usable
+            if is_usable:
+                assert slab.stat().st_size == 256 * BLOCK
+            else:
+                with pytest.raises(ConfigError, match="--ssd-dir"):
+                    await node
+        finally:
+            up.cancel()
+            node.cancel()
+            with contextlib.suppress(asyncio.CancelledError, ConfigError):
+                await node
+            link.close()
+
+    asyncio.run(scenario())
+    assert not [*run_dir.iterdir()]
