@@ -122,14 +122,6 @@ def wait_at_rest(cluster: RunningCluster) -> dict[str, float]:
         time.sleep(0.2)
 
 
-def pid_of(cluster: RunningCluster, part: str) -> int:
-    """The process of one part: a child of the supervisor that was started under this name."""
-    for child in psutil.Process(cluster.process.pid).children(recursive=True):
-        if part in child.cmdline():
-            return child.pid
-    raise AssertionError(f"{part} does not run")
-
-
 class Stream:
     """A completion stream read in the background."""
 

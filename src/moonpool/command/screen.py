@@ -22,12 +22,12 @@ def reachable(host: str) -> str:
 
 
 def command() -> str:
-    """How this very program is called from here."""
+    """How this very program is called from here; can be pasted into a shell."""
     found = shutil.which("moonpool")
     beside = Path(sys.executable).with_name("moonpool")
     if found is not None and Path(found) == beside:
         return "moonpool"
-    return str(beside) if beside.exists() else f"{sys.executable} -m moonpool"
+    return shlex.join([str(beside)] if beside.exists() else [sys.executable, "-m", "moonpool"])
 
 
 class Screen:
@@ -66,7 +66,7 @@ class Screen:
         self._say(f"[bold green]ready[/] after {time.monotonic() - self._began:.1f} s: [bold]{url}[/]")
         self._say(
             f"\n  curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n       -d '{body}'\n\n"
-            f"Ctrl-C stops everything; `{shlex.quote(command())} status --url {url}` shows the cluster.",
+            f"Ctrl-C stops everything; `{command()} status --url {url}` shows the cluster.",
             markup=False,
         )
 
