@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from moonpool.bench.cluster import RunningCluster, running_cluster
+from moonpool.bench.cluster import RunningCluster, heed_interrupts, running_cluster
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell's background job ignores Ctrl-C, and so would every process that the tests start and end by it.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+heed_interrupts()
 
 StartCluster = Callable[..., RunningCluster]
 

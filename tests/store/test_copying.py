@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from moonpool.store.copying import MOST_PIECE_BYTES, PIECE_BYTES, Crew, piece_bytes
+from moonpool.store.copying import ALONE_BYTES, MOST_PIECE_BYTES, Crew, piece_bytes
 
 SECONDS = 20.0
 
@@ -38,6 +38,13 @@ def test_a_helper_takes_pieces_while_the_caller_is_at_one() -> None:
 
     crew.run([work, work])
     assert len(who) == 2
+    crew.close()
+
+
+def test_what_is_small_is_done_by_the_caller_alone() -> None:
+    crew, threads = Crew(1), set[int]()
+    crew.run([lambda: threads.add(threading.get_ident())] * 8, nbytes=ALONE_BYTES - 1)
+    assert threads == {threading.get_ident()}
     crew.close()
 
 
@@ -95,6 +102,6 @@ def test_callers_do_not_get_into_each_others_way() -> None:
 
 
 def test_small_copies_are_not_cut() -> None:
-    assert piece_bytes(64 << 10) == PIECE_BYTES
+    assert piece_bytes(64 << 10) == 64 << 10, "it is done before anybody could help"
     assert piece_bytes(8 << 20) == 512 << 10
     assert piece_bytes(1 << 30) == MOST_PIECE_BYTES

@@ -11,7 +11,7 @@ from typing import TypedDict
 
 import psutil
 
-from moonpool.bench.cluster import RunningCluster, running_cluster
+from moonpool.bench.cluster import RunningCluster, heed_interrupts, running_cluster
 
 REPETITIONS = 3
 START = "start to ready, the model in the cache (s)"
@@ -44,6 +44,7 @@ def seconds_to_end(cluster: RunningCluster, sign: signal.Signals) -> float:
 
 def measure_lifetime(add: Callable[[str, float], None]) -> None:
     """Start the cluster again and again, end it in turn by Ctrl-C and by killing its supervisor."""
+    heed_interrupts()
     for _ in range(REPETITIONS):
         for name, sign in ((STOP, signal.SIGINT), (ORPHANED, signal.SIGKILL)):
             began = time.monotonic()

@@ -22,6 +22,8 @@ from moonpool.store.messages import Answer, Call, Frames, RefusedCall, RoomEnded
 log = logging.getLogger(__name__)
 
 SEND_SECONDS = 5.0
+SPIN_SECONDS = 100e-6
+"""How long a caller looks for its answer before it sleeps."""
 RECEIVE_BYTES = 1 << 16
 _TIMEVAL = struct.Struct("ll")
 
@@ -104,7 +106,7 @@ class Caller:
     def _read_until(self, serial: int, until: float) -> Answer:
         while True:
             seconds = until - time.monotonic()
-            if seconds <= 0 or not self._poll.poll(seconds * 1000):
+            if seconds <= 0 or not (self._is_soon() or self._poll.poll(seconds * 1000)):
                 raise self._late()
             answers = self._receive()
             found: Answer | None = None
@@ -124,6 +126,14 @@ class Caller:
                 self._dispose(answer)
             if found is not None:
                 return found
+
+    def _is_soon(self) -> bool:
+        """Whether an answer comes at once: most do, and to sleep and be woken takes longer than they."""
+        until = time.perf_counter() + SPIN_SECONDS
+        while not self._poll.poll(0):
+            if time.perf_counter() >= until:
+                return False
+        return True
 
     def _receive(self) -> list[Answer]:
         try:

@@ -16,11 +16,13 @@ Work = Callable[[], None]
 PIECE_BYTES = 128 << 10
 """The least that is worth another thread's while: some ten microseconds."""
 MOST_PIECE_BYTES = 1 << 20
+ALONE_BYTES = 4 << 20
+"""Less than this is done before a thread that sleeps is awake."""
 
 
 def piece_bytes(nbytes: int) -> int:
     """How finely a copy of so many bytes is best cut."""
-    return min(max(PIECE_BYTES, nbytes // 16), MOST_PIECE_BYTES)
+    return nbytes if nbytes < ALONE_BYTES else min(max(PIECE_BYTES, nbytes // 16), MOST_PIECE_BYTES)
 
 
 class Crew:
@@ -36,9 +38,12 @@ class Crew:
         self._threads: list[threading.Thread] = []
         self._is_closed = False
 
-    def run(self, work: Sequence[Work]) -> None:
-        """Do all of it, in any order; it is over when this returns. Raises the first error, after the rest is over."""
-        if len(work) < 2 or not self._most:
+    def run(self, work: Sequence[Work], nbytes: int = ALONE_BYTES) -> None:
+        """Do all of it, in any order; it is over when this returns. Raises the first error, after the rest is over.
+
+        `nbytes`: how much it moves.
+        """
+        if len(work) < 2 or not self._most or nbytes < ALONE_BYTES:
             for piece in work:
                 piece()
             return

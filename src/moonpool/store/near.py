@@ -121,8 +121,9 @@ class NearHome:
         held = self.get(space, keys, layers, wait)
         try:
             pairs = [(view, pieces) for view, pieces in zip(held.views, targets, strict=True) if view is not None]
-            cut = piece_bytes(len(pairs) * layers[1] * space.run_bytes)
-            self._crew.run([work for view, pieces in pairs for work in _spreading(view, pieces, cut)])
+            nbytes = len(pairs) * layers[1] * space.run_bytes
+            cut = piece_bytes(nbytes)
+            self._crew.run([work for view, pieces in pairs for work in _spreading(view, pieces, cut)], nbytes)
         finally:
             held.close()
         return [view is not None for view in held.views]
@@ -149,7 +150,7 @@ class NearHome:
             for run in range(0, runs, step):
                 chosen = slice(run * run_bytes, (run + step) * run_bytes)
                 work.append(partial(fill, number * runs + run, block[chosen], [pieces[0][chosen]]))
-        self._crew.run(work)
+        self._crew.run(work, len(blocks) * space.block_bytes)
         return sums
 
     def _dispose(self, answer: Answer) -> None:
