@@ -8,8 +8,9 @@ import pytest
 from rich.console import Console
 
 from moonpool.bench.bars import bars
-from moonpool.bench.figures import BATCH, KIB, LOCAL, MIB, OURS, PEER, REMOTE, Case, Figures, bar
+from moonpool.bench.figures import BATCH, KIB, LOCAL, MIB, OURS, PEER, REMOTE, Case, Figures
 from moonpool.bench.limits import SOCKETS_VERIFIED
+from moonpool.bench.result import bar
 from moonpool.bench.ssd import PLACE, RAW_READ, RAW_WRITE
 
 CASE = Case(REMOTE, "get", MIB, 1)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from moonpool.bench.figures import BATCH, KIB, LOCAL, MIB, OURS, PEER, REMOTE, Bar, Case, Figures, bar
+from moonpool.bench.figures import BATCH, KIB, LOCAL, MIB, OURS, PEER, REMOTE, Case, Figures
 from moonpool.bench.limits import SOCKETS_VERIFIED
+from moonpool.bench.result import Bar, bar
 from moonpool.bench.ssd import PLACE as SSD
 from moonpool.bench.ssd import RAW_READ, RAW_WRITE
 

@@ -13,9 +13,6 @@ OURS, PEER = "moonpool", "mooncake"
 REMOTE, LOCAL = "remote, tcp loopback", "same host"
 BATCH = 32
 
-Bar = dict[str, object]
-"""`name`, `value`, `target`, `holds`; value and holds are None for what could not be measured, then with a `reason`."""
-
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -126,11 +123,3 @@ def median_ratio(slower: Sequence[float], faster: Sequence[float]) -> float:
 
 def size_name(size: int) -> str:
     return f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
-
-
-def bar(name: str, value: float | None, target: float, *, at_most: bool = False, reason: str = "") -> Bar:
-    """`value` must be at least `target`, or at most."""
-    if value is None:
-        return {"name": name, "value": None, "target": target, "holds": None, "reason": reason or "not measured"}
-    holds = value <= target if at_most else value >= target
-    return {"name": name, "value": round(value, 3), "target": target, "holds": holds}

@@ -7,11 +7,11 @@ import signal
 import statistics
 import time
 from collections.abc import Callable
-from typing import TypedDict
 
 import psutil
 
 from moonpool.bench.cluster import RunningCluster, heed_interrupts, running_cluster
+from moonpool.bench.result import Bar, bar
 
 REPETITIONS = 3
 START = "start to ready, the model in the cache (s)"
@@ -19,15 +19,6 @@ STOP = "Ctrl-C to the last process's end (s)"
 ORPHANED = "kill -9 of the supervisor to the last process's end (s)"
 LIMITS = {START: 40.0, STOP: 5.0, ORPHANED: 5.0}
 GUARD_FACTOR = 5
-
-
-class Bar(TypedDict):
-    """One entry of a `RESULT` line."""
-
-    name: str
-    value: float
-    target: float
-    holds: bool
 
 
 def seconds_to_end(cluster: RunningCluster, sign: signal.Signals) -> float:
@@ -55,8 +46,4 @@ def measure_lifetime(add: Callable[[str, float], None]) -> None:
 
 def lifetime_bars(rows: dict[str, list[float]]) -> list[Bar]:
     """The median of each against its limit."""
-    medians = {name: statistics.median(rows[name]) for name in LIMITS}
-    return [
-        Bar(name=name, value=round(medians[name], 2), target=limit, holds=medians[name] < limit)
-        for name, limit in LIMITS.items()
-    ]
+    return [bar(name, statistics.median(rows[name]), limit, at_most=True) for name, limit in LIMITS.items()]

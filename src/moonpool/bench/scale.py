@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
-import platform
 import random
 import tempfile
 import time
@@ -23,6 +21,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from moonpool.bench.result import bar, print_result
 from moonpool.core.directory import Directory
 from moonpool.core.vocabulary import BlockKey, Chain, Incarnation, KeySpace, KeySpaceId, PartId, Tier
 from moonpool.store.arena import Arena
@@ -219,31 +218,17 @@ def main() -> None:
         for row in rows:
             table.add_row(*row)
         console.print(table)
-    bars = [
-        {
-            "name": "worst insert into the directory, ms",
-            "value": round(figures["worst"], 3),
-            "target": INSERT_LIMIT_MS,
-            "holds": figures["worst"] < INSERT_LIMIT_MS,
-        },
-        {
-            "name": "restart of a node, s",
-            "value": round(restart, 1),
-            "target": RESTART_LIMIT_SECONDS,
-            "holds": restart < RESTART_LIMIT_SECONDS,
-        },
-    ]
-    env = {
-        "cores": os.cpu_count(),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "entries": chosen.entries,
-        "blocks": chosen.blocks,
-        "bytes_an_entry": round(figures["bytes"]),
-        "lookup_us": round(figures["lookup"] * 1e6, 1),
-        "lookup_p99_us": round(figures["p99"] * 1e6, 1),
-    }
-    print("RESULT " + json.dumps({"bars": bars, "env": env}))
+    print_result(
+        [
+            bar("worst insert into the directory, ms", figures["worst"], INSERT_LIMIT_MS, at_most=True),
+            bar("restart of a node, s", restart, RESTART_LIMIT_SECONDS, at_most=True),
+        ],
+        entries=chosen.entries,
+        blocks=chosen.blocks,
+        bytes_an_entry=round(figures["bytes"]),
+        lookup_us=round(figures["lookup"] * 1e6, 1),
+        lookup_p99_us=round(figures["p99"] * 1e6, 1),
+    )
 
 
 if __name__ == "__main__":

@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
-import os
-import platform
 import random
 import statistics
 import time
@@ -26,7 +23,8 @@ from rich.progress import track
 from rich.table import Table
 
 from moonpool.bench.cluster import RunningCluster, running_cluster
-from moonpool.bench.lifetime import Bar, lifetime_bars, measure_lifetime
+from moonpool.bench.lifetime import lifetime_bars, measure_lifetime
+from moonpool.bench.result import bar, print_result
 from moonpool.engine.engine import Engine
 from moonpool.engine.local import generate
 from moonpool.engine.model import resolve
@@ -188,23 +186,13 @@ def main() -> None:
     console.print(figures.table())
     added = figures.median(ADDED)
     speedup = figures.median(COLD) / figures.median(CACHED)
-    bars = [
-        Bar(
-            name="median latency added per token, ms",
-            value=round(added, 3),
-            target=ADDED_LATENCY_LIMIT_MS,
-            holds=added < ADDED_LATENCY_LIMIT_MS,
-        ),
-        Bar(
-            name="cached over cold first token, times faster",
-            value=round(speedup, 2),
-            target=1,
-            holds=speedup > 1,
-        ),
-        *lifetime_bars(figures.rows),
-    ]
-    env = {"cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
-    print("RESULT " + json.dumps({"bars": bars, "env": env}))
+    print_result(
+        [
+            bar("median latency added per token, ms", added, ADDED_LATENCY_LIMIT_MS, at_most=True),
+            bar("cached over cold first token, times faster", speedup, 1),
+            *lifetime_bars(figures.rows),
+        ]
+    )
 
 
 if __name__ == "__main__":

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import platform
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -28,6 +26,7 @@ from moonpool.bench.figures import BATCH, KIB, LOCAL, MIB, OURS, PEER, REMOTE, C
 from moonpool.bench.peer import VERSION, Peer, PeerMissingError, set_up
 from moonpool.bench.pool import running_pool
 from moonpool.bench.process import Worker, running, wait_until, worker
+from moonpool.bench.result import print_result
 from moonpool.bench.walk import Buffers
 from moonpool.engine.model import home
 from moonpool.errors import MoonpoolError
@@ -71,9 +70,7 @@ def main() -> int:
     for table in figures.tables():
         console.print(table)
     console.print(f"SSD: {disk}" + (f"\nwithout Mooncake Store: {lack}" if lack else ""), soft_wrap=True, markup=False)
-    env = {"cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
-    env |= {"ssd": disk, "peer": lack or f"Mooncake Store {VERSION}"}
-    print("RESULT " + json.dumps({"bars": bars(figures, lack), "env": env}))
+    print_result(bars(figures, lack), ssd=disk, peer=lack or f"Mooncake Store {VERSION}")
     return 0
 
 

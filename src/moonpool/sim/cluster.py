@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 from msgspec import Struct
@@ -104,7 +105,7 @@ class Simulation:
         """Until every request is over. `on_progress`: how many are, now and then."""
         self._register()
         for request in self.requests:
-            self.clock.at(request.arrived, lambda request=request: self._arrive(request))  # type: ignore[misc]
+            self.clock.at(request.arrived, partial(self._arrive, request))
         self.clock.after(REPORT_SECONDS, self._report)
         told = self._open
         while self._open and self.clock.step():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from moonpool.core.actions import Place
 from moonpool.core.blocks import hit_limit
@@ -106,7 +107,7 @@ class SimPrefill:
                 case Step(chunks):
                     self._step(chunks)
                 case Drain(request, attempt):
-                    self._clock.after(0.0, lambda id_=(request, attempt): self._drained(id_))  # type: ignore[misc]
+                    self._clock.after(0.0, partial(self._drained, (request, attempt)))
                 case Refuse(request, attempt, reason):
                     del self._orders[request, attempt]
                     self._tell(PrefillFailed(request, attempt, self.id, reason))
