@@ -9,21 +9,20 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
+from moonpool.command.columns import columns
 from moonpool.core.admission import ADMISSION_POLICIES, AdmissionPolicy
 from moonpool.core.conductor import ConductorConfig
 from moonpool.core.placement import PLACEMENT_POLICIES, PlacementPolicy
-from moonpool.core.settings import Decisions
 from moonpool.core.vocabulary import Slo
 from moonpool.errors import ConfigError, TraceError
-from moonpool.report.summary import Summary, summarize
-from moonpool.sim.cluster import Setup, Simulation
+from moonpool.report.run import Run
+from moonpool.sim.cluster import Setup
 from moonpool.sim.profile import load_profile
+from moonpool.sim.run import run
 from moonpool.trace.read import TraceFile
 from moonpool.trace.request import TraceRequest
 
@@ -31,6 +30,8 @@ P = TypeVar("P", PlacementPolicy, AdmissionPolicy)
 
 QUEUE_BOUND = 1 << 20
 """The paper's cluster refuses by limits alone."""
+FILE_COLUMNS = 160
+"""Where the output is no terminal."""
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -52,21 +53,9 @@ class Wanted(msgspec.Struct, frozen=True):
     as_json: bool
 
 
-class Simulated(msgspec.Struct, frozen=True):
-    """One column; what `--json` prints a list of."""
-
-    placement: str
-    admission: str
-    summary: Summary
-    decisions: Decisions
-    preemptions: int
-    prefill_busy: float
-    """Share of the time that prefill instances computed."""
-    decode_busy: float
-    wall_seconds: float
-
-
 class SimulationReport(msgspec.Struct, frozen=True):
+    """What `--json` prints."""
+
     file: str
     hardware: str
     prefill: int
@@ -75,52 +64,45 @@ class SimulationReport(msgspec.Struct, frozen=True):
     seed: int
     slo: Slo
     skipped: int
-    runs: tuple[Simulated, ...]
+    runs: tuple[Run, ...]
 
 
 def simulate(wanted: Wanted) -> int:
     """Print what came of it. Raises ConfigError or TraceError."""
-    placements = _some_of("--placement", wanted.placement, PLACEMENT_POLICIES)
-    admissions = _some_of("--admission", wanted.admission, ADMISSION_POLICIES)
-    profile = load_profile(wanted.hardware)
+    setups = _setups(wanted)
     trace = TraceFile(wanted.file, wanted.skip_bad)
     requests = _requests(trace, wanted)
-    slo = Slo(wanted.ttft, wanted.tbt)
-    runs = []
-    for placement in placements:
-        for admission in admissions:
+    timed = [_run(name, setup, requests) for name, setup in setups.items()]
+    runs = [each for each, _ in timed]
+    if wanted.as_json:
+        return _print_json(wanted, trace, runs)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else FILE_COLUMNS)
+    console.print(
+        f"{escape(str(wanted.file))}: {len(requests)} requests in {requests[-1].arrival:.0f} s on "
+        f"{wanted.prefill} prefill and {wanted.decode} decode instances, {wanted.hardware}, seed {wanted.seed}"
+    )
+    console.print(columns(runs, [seconds for _, seconds in timed]))
+    if trace.skipped:
+        console.print(f"[bold]{trace.skipped} malformed lines[/] were left out, the first: {trace.first_skipped}")
+    return 0
+
+
+def _setups(wanted: Wanted) -> dict[str, Setup]:
+    """By name: every placement with every admission."""
+    profile = load_profile(wanted.hardware)
+    found = {}
+    for placement in _some_of("--placement", wanted.placement, PLACEMENT_POLICIES):
+        for admission in _some_of("--admission", wanted.admission, ADMISSION_POLICIES):
             config = ConductorConfig(
                 placement=placement,
                 admission=admission,
                 threshold=wanted.threshold,
-                slo=slo,
+                slo=Slo(wanted.ttft, wanted.tbt),
                 queue_bound=QUEUE_BOUND,
             )
             setup = Setup(profile, wanted.prefill, wanted.decode, config, seed=wanted.seed)
-            runs.append(_run(setup, requests, slo))
-    report = SimulationReport(
-        str(wanted.file),
-        profile.name,
-        wanted.prefill,
-        wanted.decode,
-        wanted.speed,
-        wanted.seed,
-        slo,
-        trace.skipped,
-        tuple(runs),
-    )
-    if wanted.as_json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
-        return 0
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    console.print(
-        f"{escape(str(wanted.file))}: {len(requests)} requests in {requests[-1].arrival:.0f} s on "
-        f"{wanted.prefill} prefill and {wanted.decode} decode instances, {profile.name}, seed {wanted.seed}"
-    )
-    console.print(_table(runs, slo))
-    if trace.skipped:
-        console.print(f"[bold]{trace.skipped} malformed lines[/] were left out, the first: {trace.first_skipped}")
-    return 0
+            found[f"{placement} {admission}"] = setup
+    return found
 
 
 def _some_of(flag: str, text: str, known: Sequence[P]) -> list[P]:
@@ -141,76 +123,27 @@ def _requests(trace: TraceFile, wanted: Wanted) -> list[TraceRequest]:
     return [msgspec.structs.replace(request, arrival=(request.arrival - began) / wanted.speed) for request in found]
 
 
-def _run(setup: Setup, requests: Sequence[TraceRequest], slo: Slo) -> Simulated:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    name = f"{setup.conductor.placement} {setup.conductor.admission}"
+def _run(name: str, setup: Setup, requests: Sequence[TraceRequest]) -> tuple[Run, float]:
+    """With the seconds that it took."""
+    shown = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     began = time.perf_counter()
-    simulation = Simulation(setup, requests)
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*shown, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(name, total=len(requests))
-        simulation.run(lambda over: progress.update(task, completed=over))
-    seconds = max(simulation.clock.now, 1e-9)
-    prefill, decode = simulation.prefill.values(), simulation.decode.values()
-    return Simulated(
-        placement=setup.conductor.placement,
-        admission=setup.conductor.admission,
-        summary=summarize([request.outcome() for request in simulation.requests], slo),
-        decisions=simulation.decisions,
-        preemptions=sum(worker.preemptions for worker in decode),
-        prefill_busy=sum(worker.busy_seconds for worker in prefill) / len(prefill) / seconds,
-        decode_busy=sum(worker.busy_seconds for worker in decode) / len(decode) / seconds,
-        wall_seconds=time.perf_counter() - began,
+        done = run(name, setup, requests, lambda over: progress.update(task, completed=over))
+    return done, time.perf_counter() - began
+
+
+def _print_json(wanted: Wanted, trace: TraceFile, runs: Sequence[Run]) -> int:
+    report = SimulationReport(
+        file=str(wanted.file),
+        hardware=wanted.hardware,
+        prefill=wanted.prefill,
+        decode=wanted.decode,
+        speed=wanted.speed,
+        seed=wanted.seed,
+        slo=Slo(wanted.ttft, wanted.tbt),
+        skipped=trace.skipped,
+        runs=tuple(runs),
     )
-
-
-def _table(runs: Sequence[Simulated], slo: Slo) -> Table:
-    table = Table(box=SIMPLE, padding=(0, 1), pad_edge=False)
-    table.add_column("")
-    for run in runs:
-        table.add_column(f"{run.placement}\n{run.admission}", justify="right")
-
-    def row(name: str, values: Sequence[str]) -> None:
-        table.add_row(name, *values)
-
-    summaries = [run.summary for run in runs]
-    limits = ", ".join(f"{name} {value:g} s" for name, value in (("TTFT", slo.ttft), ("TBT", slo.tbt)) if value)
-    row("completed", [f"{s.completed} ({s.completed / s.requests:.1%})" for s in summaries])
-    row(f"within {limits or 'no limits'}", [f"{s.attained} ({s.attained / s.requests:.1%})" for s in summaries])
-    row("goodput, requests/s", [f"{s.goodput_requests:.3f}" for s in summaries])
-    row("goodput, tokens/s", [f"{s.goodput_tokens:.0f}" for s in summaries])
-    for reason in sorted({reason for s in summaries for reason in s.refused}):
-        row(f"refused: {reason}", [str(s.refused.get(reason, 0)) for s in summaries])
-    table.add_section()
-    row("TTFT, mean (s)", [f"{s.ttft.mean:.2f}" for s in summaries])
-    row("  quartiles", [f"{s.ttft.p25:.2f} / {s.ttft.p50:.2f} / {s.ttft.p75:.2f}" for s in summaries])
-    row("  P90, P99", [f"{s.ttft.p90:.2f}, {s.ttft.p99:.2f}" for s in summaries])
-    row(
-        "TBT of the slowest tenth, P50, P90, P99 (ms)",
-        [", ".join(f"{v * 1e3:.0f}" for v in _quantiles(s)) for s in summaries],
-    )
-    row("longest pause, P99 (ms)", [f"{s.longest_interval.p99 * 1e3:.0f}" for s in summaries])
-    table.add_section()
-    row("prompt tokens from the cache", [f"{s.cached_share:.1%}" for s in summaries])
-    row("blocks fetched from other nodes", [str(run.decisions.fetched_blocks) for run in runs])
-    row("prefill for nothing", [f"{s.wasted_tokens / max(s.computed_tokens, 1):.1%}" for s in summaries])
-    row("prefill, decode busy", [f"{run.prefill_busy:.0%}, {run.decode_busy:.0%}" for run in runs])
-    row("preemptions", [str(run.preemptions) for run in runs])
-    for at in range(max(len(s.buckets) for s in summaries)):
-        if not at:
-            table.add_section()
-        names = {s.buckets[at].name for s in summaries}
-        row(
-            f"attain, {' or '.join(sorted(names))} tokens",
-            [f"{b.attained / max(b.requests, 1):.1%} of {b.requests}" for b in (s.buckets[at] for s in summaries)],
-        )
-    table.add_section()
-    row(
-        "simulated requests a second",
-        [f"{s.requests / run.wall_seconds:.0f}" for s, run in zip(summaries, runs, strict=True)],
-    )
-    return table
-
-
-def _quantiles(summary: Summary) -> tuple[float, float, float]:
-    spread = summary.slowest_tenth
-    return spread.p50, spread.p90, spread.p99
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
+    return 0
