@@ -18,6 +18,7 @@ import typer
 
 from moonpool import __version__
 from moonpool.command.flags import admin_key, with_flags
+from moonpool.command.workload import Workload, with_workload
 from moonpool.config import Config
 from moonpool.core.vocabulary import PartId, Slo
 from moonpool.errors import ConfigError
@@ -183,8 +184,9 @@ def trace_describe(
 
 
 @app.command()
+@with_workload
 def simulate(
-    file: TraceArgument,
+    workload: Workload,
     hardware: Annotated[str, typer.Option(help="A hardware profile, or a YAML file with one.")] = "a800-llama2-70b",
     prefill: Annotated[int, typer.Option(min=1, max=4096, help="Prefill instances.")] = 8,
     decode: Annotated[int, typer.Option(min=1, max=4096, help="Decode instances.")] = 8,
@@ -193,32 +195,14 @@ def simulate(
     threshold: Annotated[float, typer.Option(min=1.0, help="Of algorithm-1, see the key fetch-threshold.")] = 1.0,
     ttft: Annotated[float | None, typer.Option(help="Limit on the time to first token, seconds.")] = None,
     tbt: Annotated[float | None, typer.Option(help="Limit on the time between tokens, seconds.")] = None,
-    speed: Annotated[float, typer.Option(min=1e-3, max=1e3, help="How much faster requests arrive.")] = 1.0,
-    first: Annotated[int | None, typer.Option(min=1, help="Take only so many requests.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of what is drawn.")] = 0,
-    skip_bad: SkipBad = False,
     as_json: AsJson = False,
 ) -> int:
     """Replay a trace on a simulated cluster, with the very scheduler that serves."""
     from moonpool.command.simulate import Wanted
     from moonpool.command.simulate import simulate as run
 
-    wanted = Wanted(
-        file,
-        hardware,
-        prefill,
-        decode,
-        placement,
-        admission,
-        threshold,
-        ttft,
-        tbt,
-        speed,
-        first,
-        seed,
-        skip_bad,
-        as_json,
-    )
+    wanted = Wanted(workload, hardware, prefill, decode, placement, admission, threshold, ttft, tbt, seed, as_json)
     return run(wanted)
 
 

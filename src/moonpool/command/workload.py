@@ -1,0 +1,149 @@
+"""What is sent to a simulated cluster: a trace, shaped by flags that all commands share which take one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from moonpool.errors import ConfigError, TraceError
+from moonpool.trace.read import TraceFile
+from moonpool.trace.request import TraceRequest
+
+PANEL = "What is sent"
+MOST = 1e3
+"""And least: its inverse."""
+
+
+class Workload(msgspec.Struct, frozen=True):
+    """The flags, in the order in which they apply. Times are seconds of the trace before it is sped up."""
+
+    source: str
+    skip_bad: bool = False
+    block_size: int = 512
+    begin: float = 0.0
+    until: float | None = None
+    first: int | None = None
+    scale_input: float = 1.0
+    scale_output: float = 1.0
+    jitter: float = 0.0
+    speed: float = 1.0
+
+
+class Traffic:
+    """A workload; a file is read once, when this is made. `requests` gives it at any speed, with any seed."""
+
+    def __init__(self, workload: Workload, block_tokens: int) -> None:
+        """`block_tokens`: of the cluster that it is for. Raises ConfigError or TraceError."""
+        if workload.until is not None and workload.until <= workload.begin:
+            raise ConfigError(f"--until {workload.until:g} must be later than --from {workload.begin:g}")
+        if workload.block_size % block_tokens:
+            raise ConfigError(
+                f"--block-size {workload.block_size}: must be a multiple of the hardware's own, {block_tokens} tokens"
+            )
+        self.workload = workload
+        self.block_tokens = block_tokens
+        trace = TraceFile(Path(workload.source), workload.skip_bad)
+        self._read = sorted(trace, key=lambda request: request.arrival)
+        self.skipped, self.first_skipped = trace.skipped, trace.first_skipped
+        if any(request.input_tokens < 1 for request in self._read):
+            raise TraceError(f"{workload.source} has a request without input tokens; a prompt has at least one")
+
+    def requests(self, speed: float | None = None, seed: int = 0) -> Iterator[TraceRequest]:
+        """In order of arrival, from time 0. `seed`: of the jitter. Raises TraceError where no request is left."""
+        from moonpool.trace.shape import Shape, reshape, split_blocks
+
+        wanted = self.workload
+        shape = Shape(
+            begin=wanted.begin,
+            until=wanted.until,
+            first=wanted.first,
+            scale_input=wanted.scale_input,
+            scale_output=wanted.scale_output,
+            jitter=wanted.jitter,
+            speed=wanted.speed if speed is None else speed,
+        )
+        shaped = reshape(self._read, shape, wanted.block_size, seed)
+        if wanted.block_size != self.block_tokens:
+            shaped = split_blocks(shaped, wanted.block_size, self.block_tokens)
+        some = False
+        for request in shaped:
+            some = True
+            yield request
+        if not some:
+            raise TraceError(f"{wanted.source} has no requests between --from and --until")
+
+
+def with_workload(command: Callable[..., int]) -> Callable[..., int]:
+    """Replace `command`'s parameter `workload` by the argument FILE and the flags that shape what it holds."""
+
+    def run(**given: Any) -> int:
+        workload = Workload(**{name: given.pop(name) for name in _FLAGS})
+        return command(workload=workload, **given)
+
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    parameters = [
+        *(_keyword(name, annotation, default) for name, (annotation, default) in _FLAGS.items()),
+        *(_keyword(p.name, p.annotation, p.default) for p in own if p.name != "workload"),
+    ]
+    run.__dict__["__signature__"] = inspect.Signature(parameters)
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    return run
+
+
+def _keyword(name: str, annotation: object, default: object) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _option(flag: str, text: str, least: float = 1 / MOST, most: float | None = MOST) -> Any:
+    return typer.Option(flag, min=least, max=most, help=text, rich_help_panel=PANEL)
+
+
+_FLAGS: dict[str, tuple[object, object]] = {
+    "source": (
+        Annotated[str, typer.Argument(metavar="FILE", help="Mooncake JSONL or Azure CSV.")],
+        inspect.Parameter.empty,
+    ),
+    "skip_bad": (
+        Annotated[
+            bool,
+            typer.Option("--skip-bad", help="Leave malformed lines out and count them.", rich_help_panel=PANEL),
+        ],
+        False,
+    ),
+    "block_size": (
+        Annotated[
+            int,
+            typer.Option(
+                "--block-size",
+                min=1,
+                max=1 << 20,
+                help="Tokens in a block of the trace's ids.",
+                rich_help_panel=PANEL,
+            ),
+        ],
+        512,
+    ),
+    "begin": (Annotated[float, _option("--from", "Begin so many seconds after the trace does.", 0.0, 1e12)], 0.0),
+    "until": (Annotated[float | None, _option("--until", "End so many seconds after it begins.", 0.0, 1e12)], None),
+    "first": (
+        Annotated[int | None, typer.Option(min=1, help="Take only so many requests.", rich_help_panel=PANEL)],
+        None,
+    ),
+    "scale_input": (Annotated[float, _option("--scale-input", "How much longer prompts are, shared parts too.")], 1.0),
+    "scale_output": (Annotated[float, _option("--scale-output", "How much longer answers are.")], 1.0),
+    "jitter": (
+        Annotated[
+            float,
+            _option("--jitter", "Each request comes up to so many seconds later, drawn by --seed.", 0.0, 1e6),
+        ],
+        0.0,
+    ),
+    "speed": (Annotated[float, _option("--speed", "How much faster requests arrive.")], 1.0),
+}
+"""Parameter: its annotation and its default."""
