@@ -23,11 +23,11 @@ def book_prefill(request: Request, placed: Placement, fleet: Fleet, now: float) 
 
 def book_decode(request: Request, placed: Placement, fleet: Fleet) -> None:
     share = Share(placed.pages, request.arrived.prompt_tokens)
-    fleet.decode[placed.choice.decode.id].assigned[request.id] = share
+    fleet.decode[placed.choice.decode.id].assign(request.id, share)
 
 
 def book_room(request: Request, placed: Placement, fleet: Fleet) -> None:
-    fleet.nodes[placed.choice.decode.node].rooms[request.id] = placed.room_bytes
+    fleet.nodes[placed.choice.decode.node].reserve(request.id, placed.room_bytes)
 
 
 def unbook_prefill(request: Request, placed: Placement, fleet: Fleet, now: float) -> None:
@@ -44,7 +44,7 @@ def unbook_room(request: Request, placed: Placement, fleet: Fleet) -> NodeLoad |
     """The room is closed or released; returns the node if it is still there."""
     node = fleet.nodes.get(placed.choice.decode.node)
     if node is not None:
-        node.rooms.pop(request.id, None)
+        node.leave(request.id)
     return node
 
 

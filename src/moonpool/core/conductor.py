@@ -51,7 +51,7 @@ class Conductor:
         self._dispatch(event, now)
         if self._fleet_changed:
             self._fleet_changed = False
-            self._out.extend(self._fleet.announcement(part.peer) for part in self._fleet.parts.values())
+            self._out += self._fleet.announcements(self.parts())
         if self._attempts.endings.may_serve:
             self._attempts.serve_held(now)
         self._plan_wake(now)
@@ -123,10 +123,10 @@ class Conductor:
         known = self._fleet.parts.get(id_)
         if known is not None and _is_same(known.registered, event):
             known.heard_at, changed = now, known.registered != event
-            known.registered = event
+            self._fleet.update(known, event)
             self._fleet_changed |= changed
             if not changed:
-                self._out.append(self._fleet.announcement(known.peer))
+                self._out += self._fleet.announcements([known.peer])
             return
         if known is not None:
             self._lose([known], now, proven=True)
@@ -234,9 +234,9 @@ class Conductor:
     def _plan_wake(self, now: float) -> None:
         requests = self._attempts.requests
         at = now + (HELD_TICK_SECONDS if requests.count(Phase.HELD) else TICK_SECONDS)
-        asking = requests.in_room()
-        if asking and asking[0].placement is not None:
-            at = min(at, max(asking[0].placement.asked_at + self._config.room_timeout, now))
+        asking = requests.first_in_room()
+        if asking is not None and asking.placement is not None:
+            at = min(at, max(asking.placement.asked_at + self._config.room_timeout, now))
         if self._wake_at is None or at < self._wake_at - _TIMER_SLACK:
             self._wake_at = at
             self._out.append(act.WakeAt(at))

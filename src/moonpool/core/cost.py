@@ -76,7 +76,10 @@ class Fit:
         self._target = [0.0] * size
 
     def predict(self, x: Sequence[float]) -> float:
-        return max(sum(c * v for c, v in zip(self.coefficients, x, strict=True)), LEAST_SECONDS)
+        seconds = 0.0
+        for c, v in zip(self.coefficients, x, strict=True):
+            seconds += c * v
+        return seconds if seconds > LEAST_SECONDS else LEAST_SECONDS
 
     def observe(self, x: Sequence[float], y: float) -> None:
         """`y` seconds were measured for `x`."""
@@ -98,10 +101,16 @@ class Fit:
 
 
 def _least_nonnegative(matrix: list[list[float]], target: list[float]) -> list[float]:
-    """The s ≥ 0 that minimises s·M·s − 2·t·s for a positive definite M, by trying each set of positive sᵢ."""
+    """The s ≥ 0 that minimises s·M·s − 2·t·s for a positive definite M, by trying each set of positive sᵢ.
+
+    All of them first: where that solution has no negative sᵢ there is none better.
+    """
     size = len(target)
+    best = _solve(matrix, target)
+    if min(best) >= 0.0:
+        return best
     best, least = [0.0] * size, 0.0
-    for chosen in range(1, 1 << size):
+    for chosen in range(1, (1 << size) - 1):
         free = [i for i in range(size) if chosen >> i & 1]
         solved = _solve([[matrix[i][j] for j in free] for i in free], [target[i] for i in free])
         # At a solution the objective is −t·s.

@@ -6,7 +6,8 @@ work of which this Conductor does not know, after its own restart).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from moonpool.core.actions import FleetChanged, FleetPart
@@ -66,30 +67,54 @@ class PrefillLoad:
     chains: dict[RequestId, tuple[BlockKey, ...]] = field(default_factory=dict)
     """What its node will hold once they are computed."""
     head_since: float = 0.0
+    _head_seconds: float = 0.0
+    """Of the first in the queue."""
+    _queued_seconds: float = 0.0
+    """Of all in the queue."""
 
     def add(self, request: RequestId, seconds: float, keys: tuple[BlockKey, ...], now: float) -> None:
         if not self.queue:
-            self.head_since = now
+            self.head_since, self._head_seconds = now, seconds
         self.queue[request] = seconds
+        self._queued_seconds += seconds
         self.chains[request] = keys
 
     def remove(self, request: RequestId, now: float) -> None:
         if request not in self.queue:
             return
-        if next(iter(self.queue)) == request:
-            self.head_since = now
-        del self.queue[request], self.chains[request]
+        queue = self.queue
+        was_head = next(iter(queue)) == request
+        self._queued_seconds -= queue.pop(request)
+        if not queue:
+            # What rounding has left goes as well.
+            self._queued_seconds = self._head_seconds = 0.0
+        elif was_head:
+            self.head_since, self._head_seconds = now, next(iter(queue.values()))
+        del self.chains[request]
 
     def seconds(self, now: float) -> float:
         """Until all that is queued is computed."""
         if not self.queue:
             return 0.0
-        head = next(iter(self.queue.values()))
-        return sum(self.queue.values()) - min(max(now - self.head_since, 0.0), head)
+        passed = now - self.head_since
+        if passed >= self._head_seconds:
+            return self._queued_seconds - self._head_seconds
+        return self._queued_seconds - passed if passed > 0.0 else self._queued_seconds
+
+    @property
+    def queued_seconds(self) -> float:
+        """Of computing all that is queued, the first of it from its beginning."""
+        return self._queued_seconds
 
     def has_slot(self) -> bool:
         slots = self.part.capacity.slots
         return slots == 0 or len(self.queue) < slots
+
+    def check_integrity(self) -> None:
+        seconds = list(self.queue.values())
+        assert all(some >= 0 for some in seconds)
+        assert math.isclose(self._queued_seconds, sum(seconds), rel_tol=1e-6, abs_tol=1e-9)
+        assert self._head_seconds == (seconds[0] if seconds else 0.0)
 
 
 @dataclass(slots=True)
@@ -107,10 +132,15 @@ class DecodeLoad:
     space: KeySpace
     cost: DecodeCost
     assigned: dict[RequestId, Share] = field(default_factory=dict)
+    """Changed by `assign`, `join` and `remove` only, which keep the sums over it."""
     pages_used: int = 0
     """By requests that have joined: the last report, moved on by what happened since."""
     strangers: int = 0
     """Requests it works on of which this Conductor does not know."""
+    _tokens: int = 0
+    _pages: int = 0
+    _pages_to_join: int = 0
+    """Of those that have not joined yet."""
 
     @property
     def batch(self) -> int:
@@ -118,12 +148,11 @@ class DecodeLoad:
 
     @property
     def context_tokens(self) -> int:
-        return max(sum(s.tokens for s in self.assigned.values()), self.part.reported.context_tokens)
+        return max(self._tokens, self.part.reported.context_tokens)
 
     @property
     def committed_pages(self) -> int:
-        booked = sum(s.pages for s in self.assigned.values())
-        return max(booked, self.pages_used + sum(s.pages for s in self.assigned.values() if not s.joined))
+        return max(self._pages, self.pages_used + self._pages_to_join)
 
     def has_room(self, pages: int, batch_ahead: float) -> bool:
         """An empty instance takes whatever fits alone, so that nobody waits for ever."""
@@ -133,39 +162,70 @@ class DecodeLoad:
         has_slot = slots == 0 or self.batch < slots * (1 + batch_ahead)
         return has_slot and self.committed_pages + pages <= self.part.capacity.pages
 
+    def assign(self, request: RequestId, share: Share) -> None:
+        """`share` has not joined yet."""
+        self.assigned[request] = share
+        self._tokens += share.tokens
+        self._pages += share.pages
+        self._pages_to_join += share.pages
+
     def join(self, request: RequestId) -> None:
         share = self.assigned[request]
         if not share.joined:
             share.joined = True
+            self._pages_to_join -= share.pages
             self.pages_used += share.pages
 
     def remove(self, request: RequestId, pages: int = 0) -> None:
         """`pages`: how many it held in the end, where that is known to be more than was booked."""
         share = self.assigned.pop(request, None)
-        if share is not None and share.joined:
+        if share is None:
+            return
+        self._tokens -= share.tokens
+        self._pages -= share.pages
+        if share.joined:
             self.pages_used = max(self.pages_used - max(share.pages, pages), 0)
+        else:
+            self._pages_to_join -= share.pages
 
     def correct(self, reported: Reported) -> None:
         self.pages_used = max(self.part.capacity.pages - reported.pages_free, 0)
         self.strangers = max(reported.running + reported.queued - len(self.assigned), 0)
+
+    def check_integrity(self) -> None:
+        shares = self.assigned.values()
+        assert self.pages_used >= 0
+        assert self.strangers >= 0
+        assert all(share.pages > 0 for share in shares)
+        assert self._tokens == sum(share.tokens for share in shares)
+        assert self._pages == sum(share.pages for share in shares)
+        assert self._pages_to_join == sum(share.pages for share in shares if not share.joined)
 
 
 @dataclass(slots=True)
 class NodeLoad:
     part: Part
     rooms: dict[RequestId, int] = field(default_factory=dict)
-    """Bytes of the rooms that requests have reserved here and not yet left."""
+    """Bytes of the rooms that requests have reserved here and not yet left. Changed by `reserve` and `leave` only."""
+    room_bytes: int = 0
+    """Of all of them."""
     sending: dict[RequestId, int] = field(default_factory=dict)
     """Bytes that it has to send for requests in prefill elsewhere."""
     ceiling: int | None = None
     """A room of this many bytes was refused and nothing has come free since: do not ask for as many."""
     refused_at: float = 0.0
     snapshot_asked_at: float = 0.0
+    _peer: NodePeer | None = None
+    _peer_of: Registered | None = None
+    """What `_peer` was made of."""
 
     @property
     def peer(self) -> NodePeer:
         r = self.part.registered
-        return NodePeer(r.peer.id, r.peer.incarnation, r.peer.address, r.data_address, r.socket_path)
+        if self._peer is None or self._peer_of is not r:
+            self._peer_of = r
+            self._peer = NodePeer(r.peer.id, r.peer.incarnation, r.peer.address, r.data_address, r.socket_path)
+        return self._peer
 
     @property
     def free_bytes(self) -> int:
@@ -175,7 +235,14 @@ class NodeLoad:
     def has_room(self, nbytes: int) -> bool:
         if self.ceiling is not None and nbytes >= self.ceiling:
             return False
-        return sum(self.rooms.values()) + nbytes <= self.part.capacity.dram_bytes
+        return self.room_bytes + nbytes <= self.part.capacity.dram_bytes
+
+    def reserve(self, request: RequestId, nbytes: int) -> None:
+        self.rooms[request] = nbytes
+        self.room_bytes += nbytes
+
+    def leave(self, request: RequestId) -> None:
+        self.room_bytes -= self.rooms.pop(request, 0)
 
     def refuse(self, nbytes: int, now: float) -> None:
         self.ceiling = nbytes if self.ceiling is None else min(self.ceiling, nbytes)
@@ -191,6 +258,9 @@ class Fleet:
     nodes: dict[PartId, NodeLoad] = field(default_factory=dict)
     _lost_at: dict[tuple[PartKind, str], float] = field(default_factory=dict)
     """When an instance of this kind and model last went away."""
+    _prefill_of: dict[str, tuple[PrefillLoad, ...]] = field(default_factory=dict)
+    """By model, since the fleet changed last; the answers of `prefill_for`."""
+    _decode_of: dict[str, tuple[DecodeLoad, ...]] = field(default_factory=dict)
 
     def add(self, event: Registered, prefill: PrefillCost, decode: DecodeCost, now: float) -> Part:
         """The costs are used where the part is of that kind. Raises ValueError for a worker without key space."""
@@ -203,7 +273,13 @@ class Fleet:
         elif event.kind is PartKind.NODE:
             self.nodes[peer.id] = NodeLoad(part)
         self.parts[peer.id] = part
+        self._changed()
         return part
+
+    def update(self, part: Part, event: Registered) -> None:
+        """The same process registers again; its capacity or addresses may have changed, or it has found its node."""
+        part.registered = event
+        self._changed()
 
     def remove(self, id_: PartId, now: float) -> Part:
         part = self.parts.pop(id_)
@@ -211,7 +287,12 @@ class Fleet:
         self.decode.pop(id_, None)
         self.nodes.pop(id_, None)
         self._lost_at[part.kind, part.registered.model] = now
+        self._changed()
         return part
+
+    def _changed(self) -> None:
+        self._prefill_of.clear()
+        self._decode_of.clear()
 
     def find(self, id_: PartId, incarnation: Incarnation) -> Part | None:
         part = self.parts.get(id_)
@@ -220,12 +301,25 @@ class Fleet:
     def workers_of(self, node: PartId) -> list[Part]:
         return [p for p in self.parts.values() if p.registered.node == node]
 
-    def prefill_for(self, model: str) -> Iterator[PrefillLoad]:
+    def prefill_for(self, model: str) -> tuple[PrefillLoad, ...]:
         """Those that serve it and whose node is there."""
-        return (p for p in self.prefill.values() if _serves(p.part, model) and p.part.node_id in self.nodes)
+        found = self._prefill_of.get(model)
+        if found is None:
+            found = tuple(p for p in self.prefill.values() if self._is_up(p.part, model))
+            if found:
+                self._prefill_of[model] = found
+        return found
 
-    def decode_for(self, model: str) -> Iterator[DecodeLoad]:
-        return (d for d in self.decode.values() if _serves(d.part, model) and d.part.node_id in self.nodes)
+    def decode_for(self, model: str) -> tuple[DecodeLoad, ...]:
+        found = self._decode_of.get(model)
+        if found is None:
+            found = tuple(d for d in self.decode.values() if self._is_up(d.part, model))
+            if found:
+                self._decode_of[model] = found
+        return found
+
+    def _is_up(self, part: Part, model: str) -> bool:
+        return _serves(part, model) and part.node_id in self.nodes
 
     def is_expected(self, kind: PartKind, model: str, now: float) -> bool:
         """Whether one may come (back) soon."""
@@ -249,17 +343,18 @@ class Fleet:
             decode = max(decode, min(_longest(load), arena // load.space.block_bytes * load.space.block_tokens))
         return min(prefill, decode)
 
-    def announcement(self, to: Peer) -> FleetChanged:
+    def announcements(self, to: Iterable[Peer]) -> list[FleetChanged]:
+        """The same to each."""
         parts = sorted(self.parts.values(), key=lambda p: p.id)
         spaces = {p.space.id: p.space for p in self.prefill.values()}
         spaces |= {d.space.id: d.space for d in self.decode.values()}
-        return FleetChanged(
-            to,
-            tuple(FleetPart(p.kind, p.peer, p.capacity, p.registered.node, p.registered.model) for p in parts),
-            tuple(self.nodes[p.id].peer for p in parts if p.kind is PartKind.NODE),
-            tuple(spaces[id_] for id_ in sorted(spaces)),
+        told = (
+            tuple([FleetPart(p.kind, p.peer, p.capacity, p.registered.node, p.registered.model) for p in parts]),
+            tuple([self.nodes[p.id].peer for p in parts if p.kind is PartKind.NODE]),
+            tuple([spaces[id_] for id_ in sorted(spaces)]),
             self.context_tokens,
         )
+        return [FleetChanged(peer, *told) for peer in to]
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the tables of loads and parts disagree."""
@@ -272,13 +367,12 @@ class Fleet:
             assert ids == [id_ for id_, part in self.parts.items() if part.kind is kind], kind
         for prefill in self.prefill.values():
             assert prefill.queue.keys() == prefill.chains.keys()
-            assert all(seconds >= 0 for seconds in prefill.queue.values())
+            prefill.check_integrity()
         for decode in self.decode.values():
-            assert decode.pages_used >= 0
-            assert decode.strangers >= 0
-            assert all(share.pages > 0 for share in decode.assigned.values())
+            decode.check_integrity()
         for node in self.nodes.values():
             assert all(n >= 0 for n in (*node.rooms.values(), *node.sending.values()))
+            assert node.room_bytes == sum(node.rooms.values())
 
 
 def _longest(load: PrefillLoad | DecodeLoad) -> int:

@@ -44,7 +44,7 @@ class Gate:
         self._last_left = now if 2 * waiting > self._config.queue_bound else None
 
     def at_arrival(self, event: RequestArrived, requests: Requests, now: float) -> Refusal | None:
-        if event.attempt > 1:
+        if event.attempt > 1 or requests.waiting < self._config.queue_bound:
             return None
         return check_queue(requests.waiting, self._config.queue_bound, self._backlog(event, requests, now))
 
@@ -53,12 +53,13 @@ class Gate:
 
         The models know a prompt by itself; short ones share a chunk, and a full decode pool holds them up.
         """
-        loads = list(self._fleet.prefill_for(event.model))
-        queued = [seconds for load in loads for seconds in load.queue.values()]
-        backlog = sum(load.seconds(now) for load in loads)
+        loads = self._fleet.prefill_for(event.model)
+        queued = sum([len(load.queue) for load in loads])
+        backlog = sum([load.seconds(now) for load in loads])
         if loads:
-            mean = sum(queued) / len(queued) if queued else loads[0].cost.seconds(event.prompt_tokens, 0)
-            backlog = (backlog + mean * max(requests.waiting - len(queued), 0)) / len(loads)
+            of_queued = sum([load.queued_seconds for load in loads])
+            mean = of_queued / queued if queued else loads[0].cost.seconds(event.prompt_tokens, 0)
+            backlog = (backlog + mean * max(requests.waiting - queued, 0)) / len(loads)
         share = self._leavers / (self._leavers + _PRIOR_LEAVERS)
         measured = requests.waiting * self._leaving_seconds / max(self._leavers, 1.0)
         return (1.0 - share) * backlog + share * measured

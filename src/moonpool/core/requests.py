@@ -151,6 +151,11 @@ class Requests:
     def held(self) -> list[Request]:
         return [self._live[id_] for _, id_ in self._held]
 
+    def first_in_room(self) -> Request | None:
+        """The one that asked first."""
+        id_ = next(iter(self._in_room), None)
+        return None if id_ is None else self._live[id_]
+
     def in_room(self) -> list[Request]:
         return [self._live[id_] for id_ in self._in_room]
 

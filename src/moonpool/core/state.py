@@ -130,7 +130,7 @@ def _part(part: Part, fleet: Fleet, directory: Directory, now: float) -> PartSta
                 state,
                 used_bytes=reported.used_bytes,
                 rooms=len(node.rooms),
-                room_bytes=sum(node.rooms.values()),
+                room_bytes=node.room_bytes,
                 blocks={tier.value: n for tier, n in directory.counts(part.id).items()},
                 index=directory.health(part.id).value,
             )
