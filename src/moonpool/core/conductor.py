@@ -6,7 +6,7 @@ Pure: no clock, no I/O. The driver stamps `now`, performs the actions and feeds 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from moonpool.core import actions as act
 from moonpool.core import events as ev
@@ -14,9 +14,11 @@ from moonpool.core.attempts import Attempts
 from moonpool.core.cost import DecodeCost, PrefillCost
 from moonpool.core.directory import Directory, IndexHealth
 from moonpool.core.fleet import Fleet, Part
+from moonpool.core.keydump import KeyDump, KeyGroup
 from moonpool.core.replication import order_copies
 from moonpool.core.requests import Phase, Request
 from moonpool.core.settings import ConductorConfig, Decisions
+from moonpool.core.snapshot import Snapshot, freeze, thaw
 from moonpool.core.state import ConductorState, describe
 from moonpool.core.vocabulary import BlockKey, KeySpaceId, NodePeer, PartId, PartKind, Peer, RequestId
 
@@ -62,6 +64,24 @@ class Conductor:
     def describe(self, now: float) -> ConductorState:
         attempts = self._attempts
         return describe(self._config, self._fleet, self._directory, attempts.requests, attempts.endings.decisions, now)
+
+    def snapshot(self) -> tuple[Snapshot, KeyDump]:
+        """All that it knows, so that another goes on exactly as this one would; the keys of blocks come in steps.
+
+        Whoever takes them says `end_dump` when it is done with them. Raises TypeError for what cannot be kept.
+        """
+        return freeze(self), self._directory.begin_dump()
+
+    def end_dump(self) -> None:
+        self._directory.end_dump()
+
+    @classmethod
+    def restored(cls, snapshot: Snapshot, keys: Iterable[KeyGroup]) -> Conductor:
+        """The same again. Raises ValueError for a snapshot that is damaged, or of other code."""
+        conductor = thaw(snapshot, cls)
+        for group in keys:
+            conductor._directory.load(group)
+        return conductor
 
     def holders(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> list[tuple[NodePeer, ...]]:
         """Of each block the nodes that have it, as far as the directory knows."""

@@ -14,6 +14,7 @@ import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from moonpool.core.keydump import KeyDump, KeyGroup
 from moonpool.core.masks import SHARDS, Masks, Shard, clear_bits
 from moonpool.core.vocabulary import BlockKey, Chain, KeySpaceId, PartId, Tier
 
@@ -56,6 +57,7 @@ class Directory:
     """Bits given up since: for the next round."""
     _round: Iterator[Shard] = field(default_factory=lambda: iter(()))
     """What is still to be cleared of `_stale`."""
+    _dump: KeyDump | None = None
 
     def join(self, node: PartId) -> None:
         """A node with unknown content; its snapshot should be asked for. Raises ValueError if it is there already."""
@@ -156,6 +158,38 @@ class Directory:
     def nodes(self) -> tuple[PartId, ...]:
         return tuple(self._holders)
 
+    # For journals: what is known now, in steps, and back
+
+    def begin_dump(self) -> KeyDump:
+        """All keys as they are now. An earlier dump ends, whether it is done or not."""
+        self._dump = KeyDump(self._spaces)
+        return self._dump
+
+    def end_dump(self) -> None:
+        self._dump = None
+        for tiers in self._spaces.values():
+            for masks in tiers.values():
+                masks.dump = None
+
+    def load(self, group: KeyGroup) -> None:
+        """What a dump gave, into the directory that was made from the snapshot of that moment."""
+        mask = int.from_bytes(group.mask, "little") & self._live
+        if mask:
+            self._masks_of(group.space)[group.tier].set_bit(group.unpacked(), mask)
+
+    def to_plain(self) -> object:
+        """All but the keys. Bits that were given up are nobody's concern: nothing that they would change is seen."""
+        return [(node, h.bit, h.seq, h.snapshot_seq, h.health, h.counts) for node, h in self._holders.items()]
+
+    @classmethod
+    def from_plain(cls, plain: list[tuple[PartId, int, int, int, IndexHealth, dict[Tier, int]]]) -> Directory:
+        directory = cls()
+        for node, bit, seq, snapshot_seq, health, counts in plain:
+            directory._holders[node] = _Holder(bit, seq, snapshot_seq, health, counts)
+            directory._by_bit[bit] = node
+            directory._live |= bit
+        return directory
+
     def _advance(self, holder: _Holder, seq: int) -> bool:
         in_order = seq == holder.seq + 1
         holder.seq = max(holder.seq, seq)
@@ -171,10 +205,13 @@ class Directory:
             mask ^= bit
 
     def _add(self, holder: _Holder, space: KeySpaceId, tier: Tier, keys: Sequence[BlockKey]) -> None:
+        holder.counts[tier] += self._masks_of(space)[tier].set_bit(keys, holder.bit)
+
+    def _masks_of(self, space: KeySpaceId) -> dict[Tier, Masks]:
         tiers = self._spaces.get(space)
         if tiers is None:
             tiers = self._spaces[space] = {t: Masks() for t in Tier}
-        holder.counts[tier] += tiers[tier].set_bit(keys, holder.bit)
+        return tiers
 
     def _take_bit(self, node: PartId) -> int:
         """The lowest that is on no key."""
@@ -199,7 +236,7 @@ class Directory:
             self._begin_round()
         visited = 0
         for shard in self._round:
-            clear_bits(shard, self._stale)
+            self._clear(shard)
             visited += len(shard)
             if visited >= KEYS_A_STEP:
                 return
@@ -209,8 +246,13 @@ class Directory:
         self._later |= self._stale
         self._begin_round()
         for shard in self._round:
-            clear_bits(shard, self._stale)
+            self._clear(shard)
         self._end_round()
+
+    def _clear(self, shard: Shard) -> None:
+        if self._dump is not None:
+            self._dump.before_shards((shard,))
+        clear_bits(shard, self._stale)
 
     def _begin_round(self) -> None:
         self._stale, self._later = self._later, 0

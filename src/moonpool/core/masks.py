@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from moonpool.core.keydump import KeyDump
 from moonpool.core.vocabulary import BlockKey
 
 SHARDS = 4093
@@ -22,6 +23,8 @@ class Masks:
     def __init__(self) -> None:
         self.shards: tuple[Shard, ...] = tuple({} for _ in range(SHARDS))
         """A key is in number `hash(key) % SHARDS`; for loops that look up one key after another."""
+        self.dump: KeyDump | None = None
+        """While what is here is being copied: told before anything changes."""
 
     def __len__(self) -> int:
         return sum(map(len, self.shards))
@@ -29,12 +32,17 @@ class Masks:
     def get(self, key: BlockKey) -> int:
         return self.shards[hash(key) % SHARDS].get(key, 0)
 
+    def shard_of(self, key: BlockKey) -> Shard:
+        return self.shards[hash(key) % SHARDS]
+
     def items(self) -> Iterator[tuple[BlockKey, int]]:
         for shard in self.shards:
             yield from shard.items()
 
     def set_bit(self, keys: Sequence[BlockKey], bit: int) -> int:
         """How many of them did not have it."""
+        if self.dump is not None:
+            self.dump.before(self, keys)
         shards, fresh = self.shards, 0
         for key in keys:
             shard = shards[hash(key) % SHARDS]
@@ -47,6 +55,8 @@ class Masks:
 
     def clear_bit(self, keys: Sequence[BlockKey], bit: int) -> int:
         """How many of them had it."""
+        if self.dump is not None:
+            self.dump.before(self, keys)
         shards, cleared = self.shards, 0
         for key in keys:
             shard = shards[hash(key) % SHARDS]
