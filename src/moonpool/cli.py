@@ -255,7 +255,7 @@ def _gateway(config: Config, token: str | None, part: PartId) -> Work:
         model_path=str(_weights(config)),
         served_model_name=config.served_name,
         request_timeout=config.front.request_timeout,
-        slo=_slo(config),
+        classes=_class_names(config),
         allowed_hosts=tuple(name.strip() for name in config.front.allowed_hosts.split(",") if name.strip()),
         admin_key=admin_key(),
     )
@@ -371,13 +371,18 @@ def _rules(config: Config) -> ConductorConfig:
         placement=config.placement.policy,
         threshold=config.placement.fetch_threshold,
         admission=config.placement.admission,
-        slo=_slo(config),
+        slo=Slo(config.placement.slo_ttft, config.placement.slo_tbt),
+        classes=config.placement.classes,
         queue_bound=config.placement.queue_bound,
     )
 
 
-def _slo(config: Config) -> Slo:
-    return Slo(config.placement.slo_ttft, config.placement.slo_tbt)
+def _class_names(config: Config) -> tuple[str, ...]:
+    """That requests may name; none where none is configured."""
+    from moonpool.core.classes import BATCH
+
+    names = tuple(c.name for c in config.placement.classes)
+    return (*names, BATCH.name) if names else ()
 
 
 @contextmanager

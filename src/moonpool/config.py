@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from moonpool.core.eviction import EvictionPolicy
+from moonpool.core.vocabulary import PriorityClass
 
 BYTES = {"unit": "bytes"}
 SECONDS = {"unit": "seconds"}
@@ -81,6 +82,10 @@ class FrontConfig(Struct, frozen=True):
 class PlacementConfig(Struct, frozen=True):
     slo_ttft: Annotated[Seconds | None, Meta(description="limit on time to first token")] = None
     slo_tbt: Annotated[Seconds | None, Meta(description="limit on time between tokens")] = None
+    classes: Annotated[
+        tuple[PriorityClass, ...],
+        Meta(description="priority classes: a list, or a YAML file with one (docs/operations.md)"),
+    ] = ()
     policy: Annotated[
         Literal["random", "load-balance", "cache-aware", "algorithm-1"],
         Meta(description="how prefill and decode instances are chosen"),
@@ -135,8 +140,17 @@ class Config(Struct, frozen=True):
 def as_flat(config: Config) -> dict[str, object]:
     """All keys with their values, as a YAML file would hold them; what is None is left out."""
     return {
-        field.replace("_", "-"): value
+        field.replace("_", "-"): plain_classes(value) if field == "classes" else value
         for section in config.__struct_fields__
         for field, value in msgspec.structs.asdict(getattr(config, section)).items()
         if value is not None
     }
+
+
+def plain_classes(classes: tuple[PriorityClass, ...]) -> list[dict[str, object]]:
+    """As YAML holds them."""
+    rows = [
+        {"name": c.name, "rank": c.rank, "slo-ttft": c.slo.ttft, "slo-tbt": c.slo.tbt, "share": c.share}
+        for c in classes
+    ]
+    return [{name: value for name, value in row.items() if value is not None} for row in rows]

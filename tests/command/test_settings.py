@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from moonpool.command.settings import duration, keys_of, read_config, size
 from moonpool.config import Config, as_flat
+from moonpool.core.vocabulary import Slo
 from moonpool.errors import ConfigError
 
 
@@ -35,6 +36,50 @@ def test_a_written_tree_reads_back_the_same(tmp_path: Path) -> None:
     flags = {"prefill": "2", "slo-tbt": "80ms", "dram-per-node": "64MiB", "served-model-name": "little", "id": "node-7"}
     config = read_config(None, flags)
     assert read_config(written(tmp_path, yaml.safe_dump(as_flat(config))), {}) == config
+
+
+CLASSES = """
+classes:
+  - {name: high, slo-ttft: 2s, slo-tbt: 100ms, share: 0.3}
+  - {name: low, rank: 10, slo-ttft: 30}
+"""
+
+
+def test_priority_classes_are_a_list_in_the_file_or_in_one_of_their_own(tmp_path: Path) -> None:
+    config = read_config(written(tmp_path, CLASSES), {})
+    high, low = config.placement.classes
+    assert (high.name, high.rank, high.slo, high.share) == ("high", 0, Slo(2.0, 0.1), 0.3)
+    assert (low.name, low.rank, low.slo, low.share) == ("low", 10, Slo(ttft=30.0), 0.0)
+    assert read_config(written(tmp_path, yaml.safe_dump(as_flat(config))), {}) == config
+    own = tmp_path / "classes.yaml"
+    own.write_text(CLASSES)
+    assert read_config(None, {"classes": str(own)}) == config
+    own.write_text(yaml.safe_dump(yaml.safe_load(CLASSES)["classes"]))
+    assert read_config(written(tmp_path, f"classes: {own}"), {}) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("classes: 3", "must be a list of classes"),
+        ("classes: [high]", "classes[0]: must be a mapping with name, rank"),
+        ("classes: [{name: a, slo: 3}]", "classes[0]: unknown key 'slo'"),
+        ("classes: [{name: 3}]", "classes[0].name: must be text"),
+        ("classes: [{name: a, rank: 0.5}]", "classes[0].rank 0.5: must be a whole number"),
+        ("classes: [{name: a, share: much}]", "classes[0].share 'much': must be a number"),
+        ("classes: [{name: a, slo-ttft: soon}]", "classes[0].slo-ttft 'soon': must be a duration"),
+        ("classes: [{name: a, slo-ttft: 0}]", "classes: class 'a': a limit is 0 s"),
+        ("classes: [{name: a}, {name: a}]", "classes: class 'a' is there twice"),
+        ("classes: absent.yaml", "cannot read absent.yaml: No such file"),
+    ],
+)
+def test_a_mistake_in_a_class_names_it(tmp_path: Path, text: str, message: str) -> None:
+    file = written(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        read_config(file, {})
+    line = str(caught.value)
+    assert line.startswith(f"{file}: classes")
+    assert message in line
 
 
 def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:

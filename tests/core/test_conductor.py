@@ -11,7 +11,7 @@ from moonpool.core import actions as act
 from moonpool.core import events as ev
 from moonpool.core.conductor import Conductor, ConductorConfig
 from moonpool.core.state import PartState
-from moonpool.core.vocabulary import Incarnation, PartId, PartKind, RejectReason, RequestId, Slo, Tier
+from moonpool.core.vocabulary import Incarnation, PartId, PartKind, PriorityClass, RejectReason, RequestId, Slo, Tier
 
 P, D, N = PartKind.PREFILL, PartKind.DECODE, PartKind.NODE
 P0, P1, D0, D1, N0, N1 = map(PartId, ("prefill-0", "prefill-1", "decode-0", "decode-1", "node-0", "node-1"))
@@ -851,3 +851,19 @@ def test_an_end_that_this_conductor_does_not_know_is_told_to_the_gateways() -> N
     assert not d.tell(finished(place))
     assert kinds(d.tell(placed_before(place, 5))) == ["ExpectEnd"]
     assert kinds(d.tell(arrival("old", attempt=4))) == ["ReserveRoom"], "the gateway went on"
+
+
+def test_a_place_carries_the_class_and_how_long_the_first_token_may_take() -> None:
+    classes = (PriorityClass("high", slo=Slo(ttft=3.0)), PriorityClass("low", 5))
+    d = desk(classes=classes, slo=Slo(ttft=20.0))
+    (reserve,) = d.tell(arrival("a", priority="high"))
+    assert isinstance(reserve, act.ReserveRoom)
+    (place,) = d.tell(d.confirm(reserve), after=0.5)
+    assert isinstance(place, act.Place)
+    assert (place.priority, place.rank, place.ttft_left) == ("high", 0, pytest.approx(2.5))
+    assert place.compute_seconds > 0
+    low = d.place(arrival("b"))
+    assert (low.priority, low.rank, low.ttft_left) == ("low", 5, pytest.approx(20.0))
+    assert "Resubmit" in kinds(d.tell(ev.PrefillFailed(low.request, 1, P0, "broken")))
+    again = d.place(arrival("b", 42, attempt=2, output_tokens=2))
+    assert again.ttft_left is None, "what was accepted once is not refused for being late"

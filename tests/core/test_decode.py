@@ -74,10 +74,10 @@ def test_the_newest_gives_way_and_the_oldest_goes_on() -> None:
     assert rows[-1] == rid(1)
 
 
-def test_a_lower_rank_gives_way_before_a_newer_one() -> None:
+def test_a_later_rank_gives_way_before_a_newer_one() -> None:
     d = instance(pages=4)
-    join(d, 1, 4, rank=0)
-    join(d, 2, 4, rank=1)
+    join(d, 1, 4, rank=1)
+    join(d, 2, 4, rank=0)
     actions: list[DecodeAction] = []
     for _ in range(20):
         actions += d.handle(Stepped(()), 0.0)

@@ -337,6 +337,15 @@ def test_request_ids_cannot_inject_headers(opened: Open) -> None:
     run(test())
 
 
+def test_a_priority_class_that_is_not_there_is_named(opened: Open) -> None:
+    async def test() -> None:
+        async with opened(classes=("high", "batch")) as s:
+            error = check(await s.chat(priority="hihg"), 400, "priority")
+            assert "'hihg'; name one of high, batch" in error["message"]
+
+    run(test())
+
+
 @pytest.mark.parametrize("name", ["x_slo_ttft_ms", "x_slo_tpot_ms"])
 def test_slo_headers(opened: Open, name: str) -> None:
     async def test() -> None:

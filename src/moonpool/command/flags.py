@@ -80,7 +80,7 @@ def _keyword(name: str, annotation: object) -> inspect.Parameter:
 
 def _flag(key: Key) -> inspect.Parameter:
     panel = f"{key.section.capitalize()}"
-    text = key.description if key.default in (None, "") else f"{key.description} (default {_shown(key)})"
+    text = key.description if key.default in (None, "", ()) else f"{key.description} (default {_shown(key)})"
     if key.choices:
         text = f"{key.description}: {', '.join(key.choices)} (default {_shown(key)})"
     if key.is_switch:
@@ -93,6 +93,8 @@ def _flag(key: Key) -> inspect.Parameter:
 def _metavar(key: Key) -> str:
     if key.choices:
         return "NAME"
+    if key.is_classes:
+        return "FILE"
     if key.unit:
         return "SIZE" if key.unit == "bytes" else "DURATION"
     return "N" if isinstance(key.default, int | float) else "TEXT"

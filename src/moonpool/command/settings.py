@@ -11,6 +11,7 @@ import msgspec
 import msgspec.inspect as shape
 import yaml
 
+from moonpool.command.classes import read_classes
 from moonpool.config import Config
 from moonpool.errors import ConfigError
 
@@ -24,7 +25,7 @@ SIZES = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1
 DURATIONS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 MAX_FILE_BYTES = 1 << 20
 
-Raw = str | int | float | bool | None
+Raw = str | int | float | bool | list[object] | None
 
 
 class Key(msgspec.Struct, frozen=True):
@@ -41,6 +42,8 @@ class Key(msgspec.Struct, frozen=True):
     choices: tuple[str, ...]
     is_optional: bool
     is_switch: bool
+    is_classes: bool
+    """A list of priority classes."""
 
 
 def keys_of(sections: Iterable[str] = Config.__struct_fields__) -> dict[str, Key]:
@@ -131,6 +134,8 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 def _value(key: Key, where: str, raw: Raw) -> object:
     """`raw` as the key's type, limits checked."""
+    if key.is_classes:
+        return read_classes(raw, where, duration)
     given = raw
     try:
         if key.unit == "bytes" and isinstance(raw, str):
@@ -203,4 +208,5 @@ def _key(section: str, field: shape.Field) -> Key:
         choices=tuple(str(value) for value in kind.values) if isinstance(kind, shape.LiteralType) else (),
         is_optional=optional,
         is_switch=isinstance(kind, shape.BoolType),
+        is_classes=isinstance(kind, shape.VarTupleType),
     )

@@ -43,6 +43,14 @@ class Place(Struct, frozen=True, tag=True):
     """Whole blocks that must be sent to the decode node; the tail always is."""
     expected_ttft: float
     time_left: float
+    priority: str = ""
+    """The class it is in."""
+    rank: int = 0
+    """Of that class: the smaller, the sooner."""
+    ttft_left: float | None = None
+    """Seconds in which the first token must come; None: it has no such limit (any more)."""
+    compute_seconds: float = 0.0
+    """Predicted for prefill alone."""
 
 
 class Reject(Struct, frozen=True, tag=True):

@@ -13,6 +13,7 @@ from moonpool.core import events as ev
 from moonpool.core.admission import Refusal
 from moonpool.core.adoption import Adoption
 from moonpool.core.booking import book, unbook_prefill
+from moonpool.core.classes import Classes
 from moonpool.core.directory import Directory
 from moonpool.core.endings import DEADLINE, GRACE_SECONDS, Endings
 from moonpool.core.fleet import Fleet
@@ -34,7 +35,7 @@ class Attempts:
     def __init__(
         self, config: ConductorConfig, seed: int, fleet: Fleet, directory: Directory, out: list[act.Action]
     ) -> None:
-        self.requests = Requests()
+        self.requests = Requests(Classes(config.classes, config.slo))
         self.endings = Endings(config, fleet, self.requests, out)
         self._adoption = Adoption(config, fleet, self.requests, out)
         self._gate = Gate(config, fleet)
@@ -172,6 +173,7 @@ class Attempts:
         hit = choice.hit_blocks
         if plan is None and choice.fetch is not None:
             hit = choice.fetch.first
+        ttft_left = self._gate.ttft_left(request, now)
         request.accepted = True
         self.requests.move(request, Phase.PREFILL)
         self._count_placed(placed, hit, plan.count if plan else 0)
@@ -190,6 +192,10 @@ class Attempts:
                 lacking=lacking,
                 expected_ttft=now - request.first_arrived_at + choice.ttft_seconds,
                 time_left=request.deadline - now,
+                priority=request.priority.name,
+                rank=request.priority.rank,
+                ttft_left=ttft_left,
+                compute_seconds=choice.prefill_seconds,
             )
         )
 

@@ -7,8 +7,8 @@ A pure state machine, driven by `live/decode.py` and the simulator. A request is
         +---------+-> gone  +----------+--+   dropped / stopped / finished / preempted
 
 `awaiting`: its KV is on the way to this node; `ready`: it is all there, pages and a slot are not. Requests that are
-ready join in the order they were handed over. The newest of the lowest rank is preempted when a running one needs a
-page and none is free (DESIGN §4.6); the oldest of the highest rank never is, so somebody always gets done.
+ready join in the order they were handed over. The newest of the last rank is preempted when a running one needs a
+page and none is free (DESIGN §4.6); the oldest of the first rank never is, so somebody always gets done.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class HandedOver(Struct, frozen=True):
     tokens: int
     most_tokens: int
     rank: int = 0
-    """Of its priority class; a lower rank gives way first."""
+    """Of its priority class: the smaller, the sooner; the largest gives way first."""
 
 
 class KvArrived(Struct, frozen=True):
@@ -305,5 +305,5 @@ class DecodeInstance:
 
 
 def _precedence(r: _Request) -> tuple[int, int]:
-    """Sorts who keeps its pages first: higher rank, then earlier hand-over."""
-    return (-r.rank, r.serial)
+    """Sorts who keeps its pages first: sooner rank, then earlier hand-over."""
+    return (r.rank, r.serial)

@@ -86,7 +86,9 @@ class RequestArrived(Struct, frozen=True, tag=True):
     chains: tuple[Chain, ...]
     time_left: float
     slo: Slo = Slo()
+    """The request's own limits."""
     priority: str = ""
+    """The class asked for, or an integer; empty: nothing is (`classes.py`)."""
     label: str = ""
     """The client's x-request-id, for logs."""
 

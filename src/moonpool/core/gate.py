@@ -8,7 +8,6 @@ from moonpool.core.fleet import Fleet
 from moonpool.core.placement import Choice
 from moonpool.core.requests import Request, Requests
 from moonpool.core.settings import ConductorConfig
-from moonpool.core.vocabulary import Slo
 
 _FIRST_RESIDENCE_SECONDS = 10.0
 """Of a request in the batch, before any was seen."""
@@ -70,18 +69,18 @@ class Gate:
         ends_in = self._residence / max(self._fleet.decode[choice.decode.id].batch, 1)
         ttft = now - request.first_arrived_at + choice.ttft_seconds
         predicted = Prediction(ttft, choice.decode.tbt_seconds, ends_in)
-        return admit(self._config.admission, predicted, self._slo(request))
+        return admit(self._config.admission, predicted, request.limits)
 
     def while_held(self, request: Request, now: float) -> Refusal | None:
         """One that cannot have its first token in time any more is told so at once."""
         if request.accepted:
             return None
         predicted = Prediction(now - request.first_arrived_at, 0.0, 0.0)
-        return admit(self._config.admission, predicted, self._slo(request))
+        return admit(self._config.admission, predicted, request.limits)
 
-    def _slo(self, request: Request) -> Slo:
-        own, default = request.arrived.slo, self._config.slo
-        return Slo(
-            default.ttft if own.ttft is None else own.ttft,
-            default.tbt if own.tbt is None else own.tbt,
-        )
+    def ttft_left(self, request: Request, now: float) -> float | None:
+        """Seconds in which its first token must come; None where nobody refuses it any more for being late."""
+        limit = request.limits.ttft
+        if request.accepted or limit is None or self._config.admission == "none":
+            return None
+        return request.first_arrived_at + limit - now

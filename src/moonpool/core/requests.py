@@ -16,9 +16,10 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from moonpool.core.classes import Classes
 from moonpool.core.events import RequestArrived
 from moonpool.core.placement import Choice
-from moonpool.core.vocabulary import BlockKey, KeySpace, PartId, RequestId
+from moonpool.core.vocabulary import BlockKey, KeySpace, PartId, PriorityClass, RequestId, Slo
 
 REMEMBERED_ENDINGS = 4096
 
@@ -59,6 +60,9 @@ class Request:
     deadline: float
     phase: Phase
     held_since: float
+    priority: PriorityClass
+    limits: Slo
+    """That it is held to: its own, its class's, those of all."""
     placement: Placement | None = None
     failures: int = 0
     preemptions: int = 0
@@ -90,6 +94,7 @@ class Request:
 
 @dataclass(slots=True)
 class Requests:
+    classes: Classes
     _live: dict[RequestId, Request] = field(default_factory=dict)
     _held: list[tuple[int, RequestId]] = field(default_factory=list)
     """By first arrival, so that a preempted request comes before those that arrived after it."""
@@ -118,7 +123,10 @@ class Requests:
 
     def add(self, event: RequestArrived, now: float) -> Request:
         self._serial += 1
-        request = Request(event, self._serial, now, now + event.time_left, Phase.HELD, now, accepted=event.attempt > 1)
+        priority = self.classes.of(event.priority)
+        limits = self.classes.limits(event.slo, priority)
+        request = Request(event, self._serial, now, now + event.time_left, Phase.HELD, now, priority, limits)
+        request.accepted = event.attempt > 1
         self._over.pop(request.id, None)
         self._live[request.id] = request
         self._enter(request, Phase.HELD)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from msgspec import Struct, field
 
 from moonpool.core.admission import ADMISSION_POLICIES, AdmissionPolicy
+from moonpool.core.classes import check_classes
 from moonpool.core.cost import DecodeCoefficients, PrefillCoefficients, TransferCost
 from moonpool.core.placement import PLACEMENT_POLICIES, PlacementPolicy
-from moonpool.core.vocabulary import Slo
+from moonpool.core.vocabulary import PriorityClass, Slo
 
 
 class ConductorConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -22,7 +23,9 @@ class ConductorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     answer that another node's decode instance has left; where links are slow a higher one recomputes small rests.
     """
     slo: Slo = Slo()
-    """Where a request brings none of its own."""
+    """Where neither a request nor its class has one."""
+    classes: tuple[PriorityClass, ...] = ()
+    """None: one for all."""
     queue_bound: int = 256
     """Most requests that are held, reserving or in prefill; a newcomer beyond gets 429."""
     heartbeat_limit: float = 5.0
@@ -56,6 +59,7 @@ class ConductorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         _one_of("placement", self.placement, PLACEMENT_POLICIES)
         _one_of("admission", self.admission, ADMISSION_POLICIES)
+        check_classes(self.classes)
         _at_least("threshold", self.threshold, 1.0)
         _at_least("queue-bound", self.queue_bound, 1)
         _at_least("max-failed-attempts", self.max_failed_attempts, 1)

@@ -85,6 +85,18 @@ class Slo(Struct, frozen=True):
     tbt: float | None = None
 
 
+class PriorityClass(Struct, frozen=True, forbid_unknown_fields=True):
+    """Requests that are treated alike (`classes.py`)."""
+
+    name: str
+    rank: int = 0
+    """The smaller, the sooner."""
+    slo: Slo = Slo()
+    """Of its requests that have no limits of their own."""
+    share: float = 0.0
+    """Of both pools, kept from classes of a later rank: 0 keeps nothing."""
+
+
 class Peer(Struct, frozen=True):
     """One process as others reach it; a message for another incarnation is dropped by the receiver."""
 

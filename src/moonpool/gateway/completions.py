@@ -60,7 +60,7 @@ class Completions:
         desk = self._desk
         arrived = asyncio.get_running_loop().time()
         headers = Headers(scope=scope)
-        slo = _read_slo(headers, desk.config.slo)
+        slo = _read_slo(headers)
         desk.seats.check()
         body = await desk.bodies.read(headers, receive)  # without a seat: a client that sends nothing must not hold one
         with body, desk.seats.take() as booking:
@@ -160,9 +160,9 @@ def _stream_start() -> Message:
     return {"type": "http.response.start", "status": 200, "headers": headers}
 
 
-def _read_slo(headers: Headers, default: Slo) -> Slo:
-    ttft, tbt = _read_milliseconds(headers, "x-slo-ttft-ms"), _read_milliseconds(headers, "x-slo-tpot-ms")
-    return Slo(default.ttft if ttft is None else ttft, default.tbt if tbt is None else tbt)
+def _read_slo(headers: Headers) -> Slo:
+    """The request's own limits; the Conductor knows those of its class."""
+    return Slo(_read_milliseconds(headers, "x-slo-ttft-ms"), _read_milliseconds(headers, "x-slo-tpot-ms"))
 
 
 def _read_milliseconds(headers: Headers, name: str) -> float | None:

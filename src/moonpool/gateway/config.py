@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from moonpool.core.vocabulary import Slo
-
 
 class GatewayConfig(Struct, frozen=True, kw_only=True):
     """One gateway. Times in seconds."""
@@ -30,8 +28,8 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     stream_buffer: int = 1024
     """Tokens that a stream's reader may lag behind at the deadline and still be given a moment to take the rest."""
     answers_remembered: int = 4096
-    slo: Slo = Slo()
-    """For requests that name none."""
+    classes: tuple[str, ...] = ()
+    """Priority classes that a request may name. None: any name is taken."""
     allowed_hosts: tuple[str, ...] = ()
     """Names in `Host` besides loopback names and `host`; `*` allows any."""
     admin_key: str | None = None

@@ -68,7 +68,7 @@ class Intake:
         self._config = config
         self._tokenizer = tokenizer
         self._answers = answers
-        self._limits = Limits(config.served_model_name, tokenizer.vocabulary, config.max_prompts)
+        self._limits = Limits(config.served_model_name, tokenizer.vocabulary, config.max_prompts, config.classes)
         self._small = Turns("small requests", SMALL_THREADS, config.max_concurrent)
         self._large = Turns("large requests", LARGE_THREADS, max(config.max_concurrent // 2, 1))
         """Those that wait here have seats: half of the seats stay for the small ones."""

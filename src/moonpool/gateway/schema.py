@@ -76,6 +76,8 @@ class Limits(Struct, frozen=True):
     vocabulary: int
     """Token ids are below it."""
     max_prompts: int
+    classes: tuple[str, ...] = ()
+    """Priority classes; none: any name is taken."""
 
 
 def read_chat(body: Json, limits: Limits) -> ChatRequest:
@@ -196,7 +198,7 @@ def _read_ask(
         stop=_read_stop(fields),
         stream=stream,
         include_usage=_read_stream_options(fields, stream),
-        priority=_read_priority(fields),
+        priority=_read_priority(fields, limits.classes),
         salt=fields.text("cache_salt", MAX_SALT_CHARS),
         token_ids=fields.flag("return_token_ids"),
     )
@@ -234,13 +236,15 @@ def _read_stream_options(fields: Fields, stream: bool) -> bool:
     return options.flag("include_usage")
 
 
-def _read_priority(fields: Fields) -> str:
+def _read_priority(fields: Fields, classes: tuple[str, ...]) -> str:
     value = fields.get("priority")
     if value is None:
         return ""
     if is_integer(value) and isinstance(value, int) and abs(value) <= INT64_MAX:
         return str(value)
     if isinstance(value, str) and 0 < len(value) <= 64 and value.isascii() and value.isprintable():
+        if classes and value not in classes:
+            raise invalid("priority", f"there is no priority class {value!r}; name one of {', '.join(classes)}")
         return value
     raise invalid("priority", "priority must be an integer or a class name of at most 64 visible characters")
 

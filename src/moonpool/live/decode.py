@@ -176,7 +176,7 @@ class DecodeWorker:
         if self._stopped.has(work.request, work.attempt):
             job.finish = "stop"
         most = work.prompt_tokens + work.sampling.max_tokens
-        self._feed(core.HandedOver(*job.id, len(job.tokens), most))
+        self._feed(core.HandedOver(*job.id, len(job.tokens), most, work.place.rank))
         if job.finish is not None:
             self._feed(core.Stopped(*job.id))
         elif self._jobs.get(work.request) is job:

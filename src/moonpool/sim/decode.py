@@ -109,7 +109,7 @@ class SimDecode:
         """`tokens`: with the newest, whose KV is not there yet; the others' is at time `arrives`."""
         self._requests[request.id] = request
         most = tokens + request.output_tokens - request.output
-        self._feed(HandedOver(request.id, place.attempt, tokens, most))
+        self._feed(HandedOver(request.id, place.attempt, tokens, most, place.rank))
         attempt = place.attempt
         self._clock.at(arrives, lambda: self._feed(KvArrived(request.id, attempt)))
 
