@@ -39,6 +39,8 @@ class Outcome(Struct, frozen=True):
     """By prefill, over all attempts."""
     refusal: str = ""
     """Why it was not served, empty if it was."""
+    fetched_tokens: int = 0
+    """Those of `cached_tokens` that came from another node."""
 
     def attains(self, slo: Slo) -> bool:
         """It is complete and within both limits (DESIGN: words)."""

@@ -24,6 +24,7 @@ from moonpool.core.events import (
     Woke,
 )
 from moonpool.core.eviction import EvictionPolicy
+from moonpool.core.state import ConductorState
 from moonpool.core.vocabulary import (
     BlockKey,
     Capacity,
@@ -31,6 +32,7 @@ from moonpool.core.vocabulary import (
     Incarnation,
     KeySpace,
     KeySpaceId,
+    NodePeer,
     PartId,
     PartKind,
     Peer,
@@ -116,7 +118,15 @@ class Simulation:
 
     @property
     def decisions(self) -> Decisions:
-        return self._conductor.describe(self.clock.now).decisions
+        return self.describe().decisions
+
+    def describe(self) -> ConductorState:
+        """What the Conductor knows now."""
+        return self._conductor.describe(self.clock.now)
+
+    def holders(self, keys: Sequence[BlockKey]) -> list[tuple[NodePeer, ...]]:
+        """Of each block the nodes that have it."""
+        return self._conductor.holders(self._space.id, keys)
 
     # Building
 

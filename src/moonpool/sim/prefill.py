@@ -47,6 +47,8 @@ class Order:
     """When it got pages."""
     pinned: int = 0
     hit: int = 0
+    fetched: int = 0
+    """Blocks that came from another node."""
     compute_seconds: float = 0.0
     arrived: float = 0.0
     """When all of its KV that was sent so far is on the decode node."""
@@ -123,6 +125,7 @@ class SimPrefill:
             if end > have:
                 ready = transfer(source.link, self.node.link, (end - have) * self._profile.block_bytes, now)
                 self.node.store(keys[:end])
+                order.fetched = end - have
         order.pinned = self.node.leading(keys)
         self.node.pin(keys[: order.pinned])
         order.hit = min(order.pinned, hit_limit(order.tokens, self._profile.block_tokens))
@@ -163,7 +166,7 @@ class SimPrefill:
     def _finish(self, order: Order) -> None:
         now, request = self._clock.now, order.request
         cached = order.hit * self._profile.block_tokens
-        request.take_first(now, cached)
+        request.take_first(now, cached, min(order.fetched, order.hit) * self._profile.block_tokens)
         self.node.store(request.keys)
         computed = order.tokens - cached
         queued = now - order.came - order.compute_seconds

@@ -36,6 +36,8 @@ class SimRequest:
     """By prefill, all attempts together."""
     cached_tokens: int = 0
     """Of the first attempt."""
+    fetched_tokens: int = 0
+    """Those of them that came from another node."""
     first_token: float | None = None
     last_token: float = 0.0
     output: int = 0
@@ -53,10 +55,10 @@ class SimRequest:
         """It always has one: the first token is prefill's."""
         return max(self.trace.output_tokens, 1)
 
-    def take_first(self, now: float, cached: int) -> None:
+    def take_first(self, now: float, cached: int, fetched: int = 0) -> None:
         """An attempt's first token, which prefill draws; after a preemption the pause counts as an interval."""
         if self.first_token is None:
-            self.first_token, self.cached_tokens = now, cached
+            self.first_token, self.cached_tokens, self.fetched_tokens = now, cached, fetched
         else:
             self.runs.append(Run(now - self.last_token, 0.0, 0.0, 1))
         self.output += 1
@@ -95,6 +97,7 @@ class SimRequest:
             p90_interval=p90,
             longest_interval=longest,
             cached_tokens=self.cached_tokens,
+            fetched_tokens=self.fetched_tokens,
             computed_tokens=self.computed_tokens,
             refusal="" if self.refused is None else self.refused.value,
         )

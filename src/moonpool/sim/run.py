@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from moonpool.report.run import Run
-from moonpool.report.summary import summarize
+from moonpool.report.run import Run, Watched, run_of
 from moonpool.sim.cluster import Setup, Simulation
+from moonpool.sim.recorder import Recorder
 from moonpool.trace.request import TraceRequest
 
 
@@ -21,17 +21,21 @@ def run(
     Raises ValueError for no requests.
     """
     simulation = Simulation(setup, requests)
+    recorder = Recorder(simulation)
     simulation.run(on_progress)
     seconds = max(simulation.clock.now, 1e-9)
     prefill, decode = simulation.prefill.values(), simulation.decode.values()
-    slo = setup.conductor.slo
-    return Run(
-        name=name,
-        seed=setup.seed,
-        slo=slo,
-        summary=summarize([request.outcome() for request in simulation.requests], slo),
-        decisions=simulation.decisions,
+    return run_of(
+        name,
+        setup.seed,
+        setup.conductor.slo,
+        [request.outcome() for request in simulation.requests],
+        recorder.samples,
+        [Watched(f"block {prefix.depth} of {prefix.prompts} prompts", prefix.prompts) for prefix in recorder.watched],
+        simulation.decisions,
         preemptions=sum(worker.preemptions for worker in decode),
-        prefill_busy=sum(worker.busy_seconds for worker in prefill) / len(prefill) / seconds,
-        decode_busy=sum(worker.busy_seconds for worker in decode) / len(decode) / seconds,
+        busy=(
+            sum(worker.busy_seconds for worker in prefill) / len(prefill) / seconds,
+            sum(worker.busy_seconds for worker in decode) / len(decode) / seconds,
+        ),
     )
