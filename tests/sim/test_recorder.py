@@ -1,0 +1,68 @@
+"""What is recorded of a simulated run."""
+
+from __future__ import annotations
+
+import pytest
+
+from moonpool.core.conductor import ConductorConfig
+from moonpool.core.vocabulary import BlockKey, Slo
+from moonpool.report.samples import MOST_SAMPLES
+from moonpool.report.summary import Outcome
+from moonpool.sim.cluster import Setup, Simulation
+from moonpool.sim.profile import load_profile
+from moonpool.sim.recorder import Recorder, hottest_prefixes
+from moonpool.sim.run import run
+from moonpool.trace.request import TraceRequest
+
+PROFILE = load_profile("a800-llama2-70b")
+SETUP = Setup(PROFILE, 2, 2, ConductorConfig(admission="none", queue_bound=10_000, slo=Slo(30.0, 0.1)))
+TRACE = [TraceRequest(2.0 * at, 9000, 400, (*range(8), *range(100 + 10 * at, 110 + 10 * at))) for at in range(40)]
+
+
+def key(number: int) -> BlockKey:
+    return BlockKey(number.to_bytes(16, "big"))
+
+
+def test_recording_changes_nothing() -> None:
+    watched, alone = Simulation(SETUP, TRACE), Simulation(SETUP, TRACE)
+    recorder = Recorder(watched)
+    watched.run()
+    alone.run()
+    assert [r.outcome() for r in watched.requests] == [r.outcome() for r in alone.requests]
+    assert 100 < len(recorder.samples) <= MOST_SAMPLES
+
+
+def test_loads_links_and_replicas_are_those_of_the_cluster() -> None:
+    done = run("x", SETUP, TRACE)
+    samples, summary = done.over.samples, done.summary
+    assert done.over.watched[0].prompts == 40
+    assert samples[0].replicas[0] <= 2 < samples[-1].replicas[0], "the shared prefix spreads"
+    assert max(s.prefill_seconds_most for s in samples) > 0.5, "a prompt takes more than a second"
+    assert max(s.batch for s in samples) >= 1
+    steps = [s.decode_seconds for s in samples if s.batch]
+    assert 0.009 < min(steps) <= max(steps) < 0.1
+    assert 0 < max(s.link_use for s in samples) <= max(s.link_use_most for s in samples) <= 1
+    assert sum(b.computed_tokens for b in done.over.bins) == summary.computed_tokens
+    fetched = sum(b.fetched_tokens for b in done.over.bins)
+    assert fetched == sum(outcome.fetched_tokens for outcome in _outcomes())
+    assert fetched > 0
+    assert done.over.ttft.share == 1.0
+
+
+def test_a_prefix_that_all_go_on_with_is_one() -> None:
+    prompts = [(key(0), key(1), key(2), key(10 + at)) for at in range(10)] + [(key(0), key(50))] * 3
+    found = hottest_prefixes(prompts, 3)
+    assert [(p.key, p.depth, p.prompts) for p in found] == [(key(0), 1, 13), (key(1), 2, 10), (key(50), 2, 3)]
+    assert hottest_prefixes([], 3) == ()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_run_of_very_few_requests(count: int) -> None:
+    done = run("x", SETUP, TRACE[:count])
+    assert done.summary.completed == count
+
+
+def _outcomes() -> list[Outcome]:
+    simulation = Simulation(SETUP, TRACE)
+    simulation.run()
+    return [request.outcome() for request in simulation.requests]
