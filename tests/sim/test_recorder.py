@@ -16,7 +16,11 @@ from moonpool.trace.request import TraceRequest
 
 PROFILE = load_profile("a800-llama2-70b")
 SETUP = Setup(PROFILE, 2, 2, ConductorConfig(admission="none", queue_bound=10_000, slo=Slo(30.0, 0.1)))
-TRACE = [TraceRequest(2.0 * at, 9000, 400, (*range(8), *range(100 + 10 * at, 110 + 10 * at))) for at in range(40)]
+TRACE = [
+    TraceRequest(0.5 * at, 9000, 400, (0, *range(1000 + 20 * (at % 7), 1016 + 20 * (at % 7)), 5000 + at))
+    for at in range(40)
+]
+"""Seven families of prompts, more than two instances keep apart: some prefixes have to be fetched."""
 
 
 def key(number: int) -> BlockKey:

@@ -83,26 +83,28 @@ def loads(samples: Iterable[Sample], slo: Slo) -> tuple[list[float], list[float]
 def swing(samples: Sequence[Sample], slo: Slo, until: float, lags: Sequence[float] = (10.0, 20.0, 30.0, 60.0)) -> Swing:
     """`until`: only while requests come; the end of a run, when all that is left drains, would look like a swing.
 
-    `lags`: seconds, each taken to the nearest sample.
+    `lags`: seconds, each taken to the nearest sample; those of more than half the time are left out.
     """
     kept = [sample for sample in samples if sample.time <= until]
     prefill, decode = (np.asarray(load) for load in loads(kept, slo))
     period = (kept[-1].time - kept[0].time) / (len(kept) - 1) if len(kept) > 1 else 1.0
-    shifts = sorted({round(lag / period) for lag in lags} - {0}) if period > 0 else []
+    shifts = sorted({round(lag / period) for lag in lags}) if period > 0 else []
     return Swing(
         prefill_mean=_mean(prefill),
         decode_mean=_mean(decode),
         prefill_deviation=float(prefill.std()) if len(prefill) else 0.0,
         decode_deviation=float(decode.std()) if len(decode) else 0.0,
         correlation=correlation(prefill, decode),
-        lagged=tuple((shift * period, correlation(prefill, decode, shift)) for shift in shifts),
+        lagged=tuple(
+            (shift * period, correlation(prefill, decode, shift)) for shift in shifts if 0 < shift < len(kept) / 2
+        ),
     )
 
 
 def correlation(first: npt.ArrayLike, second: npt.ArrayLike, shift: int = 0) -> float:
     """Pearson's, of each value of `first` with the one `shift` samples later in `second`; 0 where it is not defined."""
     a, b = np.asarray(first, dtype=float), np.asarray(second, dtype=float)
-    a, b = a[: len(a) - shift], b[shift:]
+    a, b = a[: max(len(a) - shift, 0)], b[shift:]
     if len(a) < 2 or a.std() == 0.0 or b.std() == 0.0:
         return 0.0
     return float(np.corrcoef(a, b)[0, 1])
