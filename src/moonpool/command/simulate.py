@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moonpool.command.columns import columns
+from moonpool.command.hardware import hardware_profile
 from moonpool.command.workload import Traffic, Workload
 from moonpool.core.admission import ADMISSION_POLICIES, AdmissionPolicy
 from moonpool.core.conductor import ConductorConfig
@@ -21,7 +22,7 @@ from moonpool.core.vocabulary import Slo
 from moonpool.errors import ConfigError
 from moonpool.report.run import Run
 from moonpool.sim.cluster import Setup
-from moonpool.sim.profile import Profile, load_profile
+from moonpool.sim.profile import Profile
 from moonpool.sim.run import run
 from moonpool.trace.request import TraceRequest
 
@@ -64,7 +65,7 @@ class SimulationReport(msgspec.Struct, frozen=True):
 
 def simulate(wanted: Wanted) -> int:
     """Print what came of it. Raises ConfigError or TraceError."""
-    profile = load_profile(wanted.hardware)
+    profile = hardware_profile(wanted.hardware)
     setups = _setups(wanted, profile)
     traffic = Traffic(wanted.workload, profile.block_tokens)
     requests = list(traffic.requests(seed=wanted.seed))

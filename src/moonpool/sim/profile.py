@@ -12,6 +12,8 @@ from moonpool.core.cost import DecodeCoefficients, PrefillCoefficients
 from moonpool.errors import ConfigError
 
 SUFFIX = ".yaml"
+NONE_AT_ALL = ("ssd_bytes", "activation_bytes_per_token")
+"""May be 0."""
 
 
 class Profile(Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,11 +39,21 @@ class Profile(Struct, frozen=True, forbid_unknown_fields=True):
     link_latency: float
     host_bytes_per_second: float
     """Between a machine's DRAM and its accelerators."""
+    ssd_bytes: int = 0
+    """Of the node's SSDs; 0: it has none."""
+    ssd_read_bytes_per_second: float = 1e9
+    ssd_write_bytes_per_second: float = 1e9
+    layers: int = 1
+    """That a pipeline group divides over its stages."""
+    activation_bytes_per_token: int = 0
+    """What a stage sends to the next for each token."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if isinstance(value, int | float) and not 0 < value < float("inf"):
+            if not isinstance(value, int | float) or 0 < value < float("inf"):
+                continue
+            if value != 0 or name not in NONE_AT_ALL:
                 raise ValueError(f"`{name}` is {value!r}; give a finite number above 0")
         if self.vram_tokens < self.block_tokens or self.dram_tokens < self.block_tokens:
             raise ValueError("`vram_tokens` and `dram_tokens` must hold at least one block")
