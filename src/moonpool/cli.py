@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from moonpool.core.settings import ConductorConfig
     from moonpool.engine.engine import Engine
     from moonpool.live.process import Work
+    from moonpool.live.recorder import JournalConfig
     from moonpool.wire.link import Link
 
 app = typer.Typer(
@@ -38,6 +39,8 @@ app = typer.Typer(
 
 trace_app = typer.Typer(help="Look at request traces and replay them.", no_args_is_help=True)
 app.add_typer(trace_app, name="trace")
+journal_app = typer.Typer(help="Look into the Conductor's journal.", no_args_is_help=True)
+app.add_typer(journal_app, name="journal")
 
 TraceArgument = Annotated[Path, typer.Argument(metavar="FILE", help="Mooncake JSONL or Azure CSV.")]
 BlockSize = Annotated[
@@ -46,7 +49,7 @@ BlockSize = Annotated[
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave malformed lines out and count them.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-CLUSTER = ("model", "fleet", "pool", "batch", "front", "placement", "log")
+CLUSTER = ("model", "fleet", "pool", "batch", "front", "placement", "journal", "log")
 
 
 def _show_version(wanted: bool) -> None:
@@ -88,14 +91,14 @@ def serve(config: Config, token: str | None) -> int:
 
 
 @app.command(rich_help_panel="Parts, each started alone")
-@with_flags("part", "front", "model", "placement", "log", others=CLUSTER)
+@with_flags("part", "front", "model", "placement", "journal", "log", others=CLUSTER)
 def gateway(config: Config, token: str | None) -> int:
     """A gateway; without --conductor it embeds the Conductor, which other parts then join at --control-port."""
     return _run(config, "gateway-0", partial(_gateway, config, token))
 
 
 @app.command(rich_help_panel="Parts, each started alone")
-@with_flags("part", "placement", "log", others=CLUSTER)
+@with_flags("part", "placement", "journal", "log", others=CLUSTER)
 def conductor(config: Config, token: str | None) -> int:
     """The Conductor alone: the global scheduler that all parts join."""
     return _run(config, "conductor", partial(_conductor_alone, config, token))
@@ -206,6 +209,19 @@ def simulate(
     return run(wanted)
 
 
+@journal_app.command("replay")
+def journal_replay(
+    path: Annotated[
+        Path | None, typer.Argument(metavar="[PATH]", help="A segment, or a directory of them (default: serve's own).")
+    ] = None,
+    anyway: Annotated[bool, typer.Option("--anyway", help="Also what other code wrote.")] = False,
+) -> int:
+    """Decide again what a live Conductor decided, and compare to the byte; exit status 1 at a difference."""
+    from moonpool.command.journal import replay as run
+
+    return run(path, anyway)
+
+
 @app.command(hidden=True)
 def check_model(model: Path) -> int:
     """Say in one line why the torch engine does not take this model directory; `serve` runs it before it starts."""
@@ -259,7 +275,7 @@ def _gateway(config: Config, token: str | None, part: PartId) -> Work:
         allowed_hosts=tuple(name.strip() for name in config.front.allowed_hosts.split(",") if name.strip()),
         admin_key=admin_key(),
     )
-    rules = _rules(config)
+    rules, journal = _rules(config), _journal(config)
     listener = listen(config.front.host, config.front.port)
 
     async def work() -> None:
@@ -272,7 +288,7 @@ def _gateway(config: Config, token: str | None, part: PartId) -> Work:
             _open(part, config, token, 0, conducts=chief.me.address) as link,
         ):
             async with asyncio.TaskGroup() as group:
-                group.create_task(run_conductor(chief, rules))
+                group.create_task(run_conductor(chief, rules, journal=journal))
                 group.create_task(run_gateway(link, chief.me.address, settings, listener))
 
     return work
@@ -281,11 +297,11 @@ def _gateway(config: Config, token: str | None, part: PartId) -> Work:
 def _conductor_alone(config: Config, token: str | None, part: PartId) -> Work:
     from moonpool.live.conductor import run_conductor
 
-    rules = _rules(config)
+    rules, journal = _rules(config), _journal(config)
 
     async def work() -> None:
         with _open(part, config, token, config.part.control_port) as link:
-            await run_conductor(link, rules)
+            await run_conductor(link, rules, journal=journal)
 
     return work
 
@@ -383,6 +399,14 @@ def _class_names(config: Config) -> tuple[str, ...]:
 
     names = tuple(c.name for c in config.placement.classes)
     return (*names, BATCH.name) if names else ()
+
+
+def _journal(config: Config) -> JournalConfig | None:
+    from moonpool.command.journal import directory_of
+    from moonpool.live.recorder import JournalConfig
+
+    directory = directory_of(config.journal.journal)
+    return None if directory is None else JournalConfig(directory, config.journal.journal_bytes)
 
 
 @contextmanager

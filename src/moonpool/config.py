@@ -100,6 +100,14 @@ class PlacementConfig(Struct, frozen=True):
     ] = 256
 
 
+class JournalConfig(Struct, frozen=True):
+    journal: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(description="directory of the Conductor's journal, or `off` (default: `journal` in the cache directory)"),
+    ] = None
+    journal_bytes: Annotated[Bytes, Meta(description="most that the journal keeps; the oldest goes first")] = 256 << 20
+
+
 class LogConfig(Struct, frozen=True):
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="least severe line that is logged")
@@ -128,6 +136,7 @@ class Config(Struct, frozen=True):
     batch: BatchConfig = BatchConfig()
     front: FrontConfig = FrontConfig()
     placement: PlacementConfig = PlacementConfig()
+    journal: JournalConfig = JournalConfig()
     log: LogConfig = LogConfig()
     part: PartConfig = PartConfig()
 

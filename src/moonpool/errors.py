@@ -4,6 +4,7 @@ MoonpoolError
 ├── ConfigError        a mistake in an option, a YAML key, a path: one line, exit code 2
 ├── ModelError         a model is missing, damaged or of an unsupported kind: one line, exit code 2
 ├── TraceError         a trace file cannot be read or is malformed: one line, exit code 2
+├── JournalError       a journal cannot be read, or does not hold what is asked for: one line, exit code 2
 ├── PeerUnavailableError    a message could not be handed to a peer in time
 ├── TransferError      Messenger could not move bytes
 ├── PoolError          a node refused a call
@@ -25,6 +26,10 @@ class ModelError(MoonpoolError):
 
 
 class TraceError(MoonpoolError):
+    pass
+
+
+class JournalError(MoonpoolError):
     pass
 
 

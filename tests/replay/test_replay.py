@@ -15,6 +15,7 @@ import moonpool
 from moonpool.core.actions import Action
 from moonpool.core.conductor import ConductorConfig
 from moonpool.core.events import Event
+from moonpool.core.placement import PLACEMENT_POLICIES
 from moonpool.core.vocabulary import PartId, PartKind, Slo
 
 SEED = 5
@@ -88,8 +89,8 @@ def replay(folder: Path, hash_seed: str, seed: int = SEED) -> subprocess.Complet
     )
 
 
-@pytest.mark.parametrize("policy", ["random", "load-balance", "cache-aware", "algorithm-1"])
-def test_a_journal_replays_to_equal_bytes_in_other_processes(policy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", PLACEMENT_POLICIES)
+def test_what_was_decided_is_decided_again_in_other_processes(policy: str, tmp_path: Path) -> None:
     config = ConductorConfig(placement=policy, slo=Slo(ttft=2.0, tbt=0.5))  # type: ignore[arg-type]
     scene = record(config)
     kinds = {type(action).__name__ for _, _, actions in scene.journal for action in actions}

@@ -17,6 +17,7 @@ from moonpool.core import actions as act
 from moonpool.core import events as ev
 from moonpool.core.conductor import Conductor, ConductorConfig
 from moonpool.core.vocabulary import KeySpaceId, NodePeer, PartId, Peer, RequestId
+from moonpool.live.recorder import JournalConfig, Recorder
 from moonpool.wire.link import Link
 from moonpool.wire.membership import Books
 from moonpool.wire.messages import Counters, Describe, Description, Envelope, Locate, Located
@@ -28,22 +29,32 @@ BURST = 64
 REMEMBERED_LABELS = 8192
 
 
-async def run_conductor(link: Link, config: ConductorConfig, *, seed: int | None = None) -> None:
+async def run_conductor(
+    link: Link, config: ConductorConfig, *, seed: int | None = None, journal: JournalConfig | None = None
+) -> None:
     """Runs until cancelled. An exception from the decision core is logged with its event and passes through."""
-    driver = _Driver(link, Conductor(config, secrets.randbits(32) if seed is None else seed))
+    core = Conductor(config, secrets.randbits(32) if seed is None else seed)
+    recorder = None if journal is None else Recorder(journal, config, core, link.me.incarnation)
+    driver = _Driver(link, core, recorder)
     log.info("conductor at %s: placement %s, admission %s", link.me.address, config.placement, config.admission)
+    if journal is not None:
+        log.info("journal in %s", journal.directory)
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(driver.receive())
             tasks.create_task(driver.wake())
     except* Exception as group:
         raise group.exceptions[0] from None
+    finally:
+        if recorder is not None:
+            recorder.close()
 
 
 class _Driver:
-    def __init__(self, link: Link, conductor: Conductor) -> None:
+    def __init__(self, link: Link, conductor: Conductor, recorder: Recorder | None) -> None:
         self._link = link
         self._conductor = conductor
+        self._recorder = recorder
         self._books = Books(conductor.check_integrity)
         self._changed = True
         """Something has happened since the books were checked."""
@@ -102,15 +113,22 @@ class _Driver:
             if (id_ := PartId(part.id)) in self._counters and self._counters[id_].incarnation == part.incarnation
         }
         counters["conductor"] = {"integrity_failures": float(self._books.failures)}
+        if self._recorder is not None:
+            counters["conductor"] |= self._recorder.counters()
         return msgspec.json.encode(msgspec.structs.replace(state, counters=counters))
 
     def _apply(self, event: ev.Event, sender: Peer) -> None:
         self._note(event)
+        now = self._clock()
         try:
-            actions = self._conductor.handle(event, self._clock())
+            actions = self._conductor.handle(event, now)
         except Exception:
             log.exception("the decision core failed on %r from %s; the Conductor ends", event, sender.id)
+            if self._recorder is not None:
+                self._recorder.record(now, event, ())
             raise
+        if self._recorder is not None:
+            self._recorder.record(now, event, actions)
         if isinstance(event, ev.Registered | ev.Lost | ev.Woke):
             self._note_fleet()
         self._changed |= not isinstance(event, ev.Reported | ev.Woke)

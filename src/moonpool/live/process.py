@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from moonpool.core.vocabulary import Incarnation, PartId, Peer
-from moonpool.errors import ConfigError, ModelError, MoonpoolError, TraceError
+from moonpool.errors import ConfigError, JournalError, ModelError, MoonpoolError, TraceError
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,9 @@ def fail(error: BaseException) -> int:
         log.error("ends: %s", message)
         failure = Failure(message, 1)
     else:
-        failure = Failure(str(known), USER_MISTAKE if isinstance(known, ConfigError | ModelError | TraceError) else 1)
+        failure = Failure(
+            str(known), USER_MISTAKE if isinstance(known, ConfigError | JournalError | ModelError | TraceError) else 1
+        )
     if not _report(failure):
         print(f"moonpool: {failure.message}", file=sys.stderr)
     return failure.status
