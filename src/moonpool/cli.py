@@ -209,6 +209,21 @@ def simulate(
     return run(wanted)
 
 
+@app.command()
+def explain(
+    request: Annotated[str, typer.Argument(metavar="REQUEST_ID", help="An x-request-id, or a request's own id.")],
+    url: Annotated[str, typer.Option(help="The gateway.")] = "http://127.0.0.1:8000",
+    journal: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Ask no cluster, read this journal: a directory or a segment.")
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Tell a request's story: why it was held, placed where it was, or refused; from the cluster or its journal."""
+    from moonpool.command.explain import explain as run
+
+    return run(request, url, journal, as_json)
+
+
 @journal_app.command("replay")
 def journal_replay(
     path: Annotated[

@@ -15,6 +15,7 @@ from moonpool.core.conductor import Conductor, ConductorConfig
 from moonpool.core.events import Event
 from moonpool.core.vocabulary import PartId, PartKind
 from moonpool.live.recorder import JournalConfig, Recorder
+from moonpool.wire.story import Stories, Story
 
 ROUGH = Odds(0.15, 0.03, 0.05, 0.05, 0.2, 0.1, 0.1)
 SOURCE = Path(moonpool.__file__).parents[1]
@@ -27,10 +28,12 @@ class Recorded:
     def __init__(self, core: Conductor, recorder: Recorder) -> None:
         self.core = core
         self.recorder = recorder
+        self.stories = Stories()
 
     def handle(self, event: Event, now: float) -> tuple[Action, ...]:
         actions = self.core.handle(event, now)
         self.recorder.record(now, event, actions)
+        self.stories.note(now, event, actions)
         return actions
 
     def check_integrity(self) -> None:
@@ -47,6 +50,12 @@ def recorded_scene(config: ConductorConfig, directory: Path, most_bytes: int = 1
 def recorder_of(scene: Scene) -> Recorder:
     recorded: Recorded = scene.conductor  # type: ignore[assignment]
     return recorded.recorder
+
+
+def stories_of(scene: Scene, name: str) -> list[Story]:
+    """As the live cluster would tell them."""
+    recorded: Recorded = scene.conductor  # type: ignore[assignment]
+    return recorded.stories.find(name, recorded.core)
 
 
 def start(scene: Scene) -> None:

@@ -24,6 +24,7 @@ from moonpool.core.placement import Choice, place
 from moonpool.core.requests import AT_WORKERS, Phase, Placement, Request, Requests
 from moonpool.core.settings import ConductorConfig
 from moonpool.core.vocabulary import PartId, RequestId
+from moonpool.core.why import Why
 
 PREEMPTED = "pages ran out on the decode instance"
 
@@ -39,6 +40,7 @@ class Attempts:
         self.endings = Endings(config, fleet, self.requests, out)
         self._adoption = Adoption(config, fleet, self.requests, out)
         self._gate = Gate(config, fleet)
+        self.why = Why()
         self._config = config
         self._rng = np.random.Generator(np.random.PCG64(seed))
         self._fleet = fleet
@@ -111,6 +113,7 @@ class Attempts:
         config = self._config
         found = options_for(request, self._fleet, self._directory, config, now)
         if isinstance(found, Wait):
+            self.why.waits(request, found.reason, now)
             refusal = self._gate.while_held(request, now)
             if refusal is None:
                 self._hold(request, found.reason)
@@ -120,6 +123,7 @@ class Attempts:
         else:
             choice = place(config.placement, found.view, found.wanted, self._rng, config.threshold)
             refusal = self._gate.at_placement(request, choice, now)
+            self.why.weighed(request, found, choice, refusal, now)
             if refusal is None:
                 self._reserve(request, found, choice, now)
                 return False

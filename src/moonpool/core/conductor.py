@@ -21,6 +21,7 @@ from moonpool.core.settings import ConductorConfig, Decisions
 from moonpool.core.snapshot import Snapshot, freeze, thaw
 from moonpool.core.state import ConductorState, describe
 from moonpool.core.vocabulary import BlockKey, KeySpaceId, NodePeer, PartId, PartKind, Peer, RequestId
+from moonpool.core.why import Waiting, Weighing
 
 __all__ = ["Conductor", "ConductorConfig", "Decisions"]
 
@@ -64,6 +65,14 @@ class Conductor:
     def describe(self, now: float) -> ConductorState:
         attempts = self._attempts
         return describe(self._config, self._fleet, self._directory, attempts.requests, attempts.endings.decisions, now)
+
+    def weighings(self, request: RequestId) -> tuple[Weighing, ...]:
+        """What was weighed when it was placed or refused; a memory of the most recent requests."""
+        return self._attempts.why.weighings(request, self._config)
+
+    def waitings(self, request: RequestId) -> tuple[Waiting, ...]:
+        """Why it was held."""
+        return self._attempts.why.waitings(request)
 
     def snapshot(self) -> tuple[Snapshot, KeyDump]:
         """All that it knows, so that another goes on exactly as this one would; the keys of blocks come in steps.

@@ -42,6 +42,7 @@ def make_app(desk: Desk, meters: Meters) -> ASGIApp:
         "/version": pages.version,
         "/metrics": pages.metrics,
         "/cluster": pages.cluster,
+        "/cluster/requests/{request:path}": pages.request,
         "/v1/models": pages.models,
         "/v1/models/{model:path}": pages.model,
     }
@@ -123,6 +124,22 @@ class Pages:
             **desk.cluster.totals,
         }
         return _json(state | {"gateway": own})
+
+    async def request(self, request: Request) -> Response:
+        """The stories of one request, by its id or its x-request-id: why it was placed where it was, or refused."""
+        self._check_admin(request)
+        name = request.path_params["request"]
+        try:
+            stories = await self._desk.cluster.describe(name) if name else b"[]"
+        except PeerUnavailableError as e:
+            raise ApiError(503, str(e), code="no_conductor") from None
+        if stories == b"[]":
+            message = (
+                f"no request {name[:128]!r} is remembered: give an x-request-id or a request's own id; "
+                "only the most recent ones are kept, `moonpool explain` also looks into the journal"
+            )
+            raise ApiError(404, message, code="request_not_found")
+        return Response(stories, media_type="application/json")
 
     async def metrics(self, request: Request) -> Response:
         """The gateway's own, and, while the Conductor answers, the counters of all parts."""

@@ -131,15 +131,18 @@ class Cluster:
         self._link.post(generation.place.decode, Stop(generation.request, generation.attempt))
         self._end(generation, Completed("stop"))
 
-    async def describe(self) -> bytes:
-        """The Conductor's state, a JSON document. Raises PeerUnavailableError within DESCRIBE_SECONDS."""
+    async def describe(self, request: str = "") -> bytes:
+        """The Conductor's state, a JSON document; or what it knows of one request, by its id or its x-request-id.
+
+        Raises PeerUnavailableError within DESCRIBE_SECONDS.
+        """
         self._serial += 1
         serial = self._serial
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._descriptions[serial] = answer
         try:
             async with asyncio.timeout(DESCRIBE_SECONDS):
-                await self._link.send(self._membership.conductor, Describe(self._link.me, serial))
+                await self._link.send(self._membership.conductor, Describe(self._link.me, serial, request))
                 return await answer
         except TimeoutError:
             raise PeerUnavailableError(f"the Conductor gave no answer within {DESCRIBE_SECONDS:g} s") from None

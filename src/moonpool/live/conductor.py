@@ -21,12 +21,15 @@ from moonpool.live.recorder import JournalConfig, Recorder
 from moonpool.wire.link import Link
 from moonpool.wire.membership import Books
 from moonpool.wire.messages import Counters, Describe, Description, Envelope, Locate, Located
+from moonpool.wire.story import Stories
 
 log = logging.getLogger(__name__)
 
 BURST = 64
 """Envelopes handled in a row before timers get their turn."""
 REMEMBERED_LABELS = 8192
+RECENT_REQUESTS = 16
+"""In /cluster, with what decided their fate."""
 
 
 async def run_conductor(
@@ -55,6 +58,7 @@ class _Driver:
         self._link = link
         self._conductor = conductor
         self._recorder = recorder
+        self._stories = Stories()
         self._books = Books(conductor.check_integrity)
         self._changed = True
         """Something has happened since the books were checked."""
@@ -95,7 +99,8 @@ class _Driver:
         elif isinstance(body, Counters):
             self._counters[body.id] = body
         elif isinstance(body, Describe):
-            self._link.post(body.to, Description(body.serial, self.describe()))
+            state = self.stories(body.request) if body.request else self.describe()
+            self._link.post(body.to, Description(body.serial, state))
         elif isinstance(body, Locate):
             self._link.post(body.to, Located.of(body.serial, self._conductor.holders(body.space, body.unpacked())))
         else:
@@ -115,7 +120,12 @@ class _Driver:
         counters["conductor"] = {"integrity_failures": float(self._books.failures)}
         if self._recorder is not None:
             counters["conductor"] |= self._recorder.counters()
-        return msgspec.json.encode(msgspec.structs.replace(state, counters=counters))
+        recent = self._stories.latest(RECENT_REQUESTS, self._clock())
+        return msgspec.json.encode(msgspec.structs.asdict(state) | {"counters": counters, "recent": recent})
+
+    def stories(self, request: str) -> bytes:
+        """Of this request, or of those with this x-request-id: JSON, an empty list where none is remembered."""
+        return msgspec.json.encode(self._stories.find(request, self._conductor))
 
     def _apply(self, event: ev.Event, sender: Peer) -> None:
         self._note(event)
@@ -129,6 +139,7 @@ class _Driver:
             raise
         if self._recorder is not None:
             self._recorder.record(now, event, actions)
+        self._stories.note(now, event, actions)
         if isinstance(event, ev.Registered | ev.Lost | ev.Woke):
             self._note_fleet()
         self._changed |= not isinstance(event, ev.Reported | ev.Woke)

@@ -115,10 +115,12 @@ class Describe(Struct, frozen=True, tag=True):
 
     to: Peer
     serial: int
+    request: str = ""
+    """Not of the cluster but of this request, or of those of this x-request-id."""
 
 
 class Description(Struct, frozen=True, tag=True):
-    """`state` is a JSON document (bytes), the body of GET /cluster."""
+    """`state` is a JSON document (bytes), the body of GET /cluster, or a list of `wire.story.Story`."""
 
     serial: int
     state: bytes

@@ -1,0 +1,132 @@
+"""`moonpool explain`: a request's story in plain lines, from the cluster, or from its journal when that is gone."""
+
+from __future__ import annotations
+
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from moonpool.command.flags import admin_key
+from moonpool.command.journal import default_directory, written_at
+from moonpool.command.telling import tell
+from moonpool.core.actions import Action
+from moonpool.core.conductor import Conductor
+from moonpool.errors import ConfigError, JournalError, MoonpoolError
+from moonpool.wire.journal import Entry, Segment, read_segment, segments_in
+from moonpool.wire.replay import replay, restore
+from moonpool.wire.story import Stories, Story, complete
+
+CALL_SECONDS = 5.0
+MAX_ANSWER_BYTES = 16 << 20
+MAX_NAME_CHARS = 256
+
+
+def explain(request: str, url: str, journal: Path | None, as_json: bool) -> int:
+    """Print the stories of a request. Raises MoonpoolError where nothing is known of it."""
+    if not 0 < len(request) <= MAX_NAME_CHARS:
+        raise ConfigError(f"a request's id has 1 to {MAX_NAME_CHARS} characters, this has {len(request)}")
+    if journal is not None:
+        stories, source = from_journal(request, journal)
+    else:
+        stories, source = _from_anywhere(request, url)
+    if as_json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(stories)).decode() + "\n")
+        return 0
+    print(f"from {source}")
+    for story in stories:
+        print("\n" + "\n".join(tell(story)))
+    return 0
+
+
+def _from_anywhere(request: str, url: str) -> tuple[list[Story], str]:
+    """From the cluster; else from the journal in its usual place."""
+    try:
+        stories, why_not = fetch(request, url), f"the cluster at {url} remembers no such request"
+    except MoonpoolError as e:
+        stories, why_not = [], str(e)
+    if stories:
+        return stories, url
+    try:
+        return from_journal(request, default_directory())
+    except JournalError as e:
+        raise JournalError(f"nothing is known of {request!r}: {why_not}; {e}") from None
+
+
+def fetch(request: str, url: str) -> list[Story]:
+    """What the cluster remembers, empty where that is nothing. Raises MoonpoolError where it does not answer."""
+    page = f"/cluster/requests/{urllib.parse.quote(request, safe='')}"
+    key = admin_key()
+    try:
+        call = urllib.request.Request(url.rstrip("/") + page)
+        if key:
+            call.add_header("Authorization", f"Bearer {key}")
+        with urllib.request.urlopen(call, timeout=CALL_SECONDS) as answer:
+            return msgspec.json.decode(answer.read(MAX_ANSWER_BYTES), type=list[Story])
+    except urllib.error.HTTPError as e:
+        if e.code == 404:
+            return []
+        hint = ": set MOONPOOL_ADMIN_KEY" if e.code in (401, 403) else ""
+        raise MoonpoolError(f"{url} answered {e.code}{hint}") from None
+    except (OSError, ValueError) as e:
+        reason = getattr(e, "reason", e)
+        raise MoonpoolError(f"no cluster answers at {url} ({getattr(reason, 'strerror', None) or reason})") from None
+
+
+def from_journal(request: str, path: Path) -> tuple[list[Story], str]:
+    """The stories, and which segment they begin in. Raises JournalError where the journal tells nothing of it."""
+    stories = Stories(only=request)
+    begins = ""
+    for segment, conductor in _segments_with(request, path):
+        _follow(segment, conductor, stories)
+        if stories.all() and not begins:
+            begins = f"{segment.path} (from {written_at(segment.origin)})"
+    if not stories.all():
+        raise JournalError(
+            f"the journal in {path} has no arrival of {request!r}: it came before what is kept, "
+            "or within the last second, or never"
+        )
+    return stories.all(), begins
+
+
+def _segments_with(request: str, path: Path) -> Iterator[tuple[Segment, Conductor | None]]:
+    """Those in which its name occurs, with the core as it was before each; None where that cannot be had."""
+    name = request.encode()
+    for file in segments_in(path):
+        try:
+            if name not in file.read_bytes():
+                continue
+            segment = read_segment(file)
+        except OSError as e:
+            raise JournalError(f"cannot read {file}: {e.strerror}") from None
+        try:
+            yield segment, restore(segment)
+        except JournalError as e:
+            print(f"moonpool: costs are left out: {e}", file=sys.stderr)
+            yield segment, None
+
+
+def _follow(segment: Segment, conductor: Conductor | None, stories: Stories) -> None:
+    """Through all of it: by deciding again, which brings back what was weighed, or only as recorded."""
+
+    def watch(core: Conductor, entry: Entry, actions: tuple[Action, ...]) -> bool:
+        stories.note(entry.now, entry.event, actions)
+        for story in stories.all():
+            if not story.is_over or story.moments[-1].at == entry.now:
+                complete(story, core)
+        return True
+
+    if conductor is None:
+        for entry in segment.entries:
+            stories.note(entry.now, entry.event, entry.actions)
+        return
+    done = replay(segment, conductor, watch)
+    if done.difference is not None:
+        raise JournalError(
+            f"{segment.path} does not replay as it was recorded, from record {done.difference.seq} on: "
+            "see `moonpool journal replay`"
+        )

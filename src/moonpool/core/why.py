@@ -1,0 +1,232 @@
+"""What was weighed when the most recent requests were placed, held or refused: for /cluster and `moonpool explain`.
+
+To note it costs a few references. What each instance would have cost is worked out when somebody asks: the policy is
+asked what it would choose if that instance were the only one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from copy import copy
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from msgspec import Struct, structs
+
+from moonpool.core.admission import Refusal
+from moonpool.core.cost import PrefillCost
+from moonpool.core.options import Options, Wait
+from moonpool.core.placement import Choice, PrefillOption, place
+from moonpool.core.requests import Request
+from moonpool.core.settings import ConductorConfig
+from moonpool.core.vocabulary import RequestId
+
+KEPT_REQUESTS = 512
+KEPT_OPTIONS = 32_768
+"""Instances that could be chosen from, over all that is kept; each takes some hundred bytes."""
+KEPT_ATTEMPTS = 4
+"""Of one request, the newest."""
+
+Verdict = Refusal | Wait | None
+
+
+class PrefillCandidate(Struct, frozen=True):
+    """One prefill instance, and what the policy would do there."""
+
+    id: str
+    queue_seconds: float
+    hit_blocks: int
+    """Leading blocks that need not be computed, after the fetch."""
+    fetch_blocks: int
+    fetch_from: str
+    fetch_seconds: float
+    """What the first token waits for besides the queue and its own computing."""
+    compute_seconds: float
+    ttft_seconds: float
+    """From the decision to the first token."""
+    decode: str
+    """The decode instance that the policy takes together with it."""
+
+
+class DecodeCandidate(Struct, frozen=True):
+    id: str
+    tbt_seconds: float
+    """Of a step with this request in the batch."""
+    held_blocks: int
+    """That need not be sent there."""
+
+
+class Weighing(Struct, frozen=True):
+    """One decision on one attempt of a request."""
+
+    at: float
+    """Of the driver's clock."""
+    attempt: int
+    policy: str
+    tokens: int
+    blocks: int
+    """Whole blocks of the prompt."""
+    waited_seconds: float
+    """Since the request first arrived."""
+    prefill: tuple[PrefillCandidate, ...]
+    decode: tuple[DecodeCandidate, ...]
+    chosen_prefill: str
+    chosen_decode: str
+    ttft_seconds: float
+    """Predicted, from the decision to the first token; with `waited_seconds` it is what the limit is put to."""
+    tbt_seconds: float
+    slo_ttft: float | None
+    slo_tbt: float | None
+    verdict: str
+    """`placed`, `held` or `refused`."""
+    reason: str
+    """Why it was not placed."""
+
+
+class Waiting(Struct, frozen=True):
+    """A reason for which a request was held, and when."""
+
+    attempt: int
+    reason: str
+    first_at: float
+    last_at: float
+    times: int
+
+
+class _Weighed(NamedTuple):
+    at: float
+    request: Request
+    attempt: int
+    tokens: int
+    options: Options
+    choice: Choice
+    verdict: Verdict
+    coefficients: list[tuple[float, ...]]
+    """Of each prefill option's cost, as they were; what was learned since is not what was weighed."""
+
+
+@dataclass(slots=True)
+class _Notes:
+    weighed: list[_Weighed] = field(default_factory=list)
+    waits: list[Waiting] = field(default_factory=list)
+    options: int = 0
+
+
+class Why:
+    """No part of what a journal's segment begins with: it explains the past and decides nothing."""
+
+    def __init__(self) -> None:
+        self._notes: OrderedDict[RequestId, _Notes] = OrderedDict()
+        self._options = 0
+
+    def weighed(self, request: Request, options: Options, choice: Choice, verdict: Verdict, now: float) -> None:
+        notes = self._of(request.id)
+        view = options.view
+        coefficients = [option.cost.fit.coefficients for option in view.prefill]
+        arrived = request.arrived
+        notes.weighed.append(
+            _Weighed(now, request, arrived.attempt, arrived.prompt_tokens, options, choice, verdict, coefficients)
+        )
+        count = len(view.prefill) + len(view.decode)
+        notes.options += count
+        self._options += count
+        if len(notes.weighed) > KEPT_ATTEMPTS:
+            old = notes.weighed.pop(0).options.view
+            gone = len(old.prefill) + len(old.decode)
+            notes.options -= gone
+            self._options -= gone
+        while self._options > KEPT_OPTIONS and len(self._notes) > 1:
+            self._forget()
+
+    def waits(self, request: Request, reason: str, now: float) -> None:
+        waits = self._of(request.id).waits
+        last = waits[-1] if waits else None
+        if last is not None and last.reason == reason and last.attempt == request.attempt:
+            waits[-1] = Waiting(last.attempt, reason, last.first_at, now, last.times + 1)
+        else:
+            waits.append(Waiting(request.attempt, reason, now, now, 1))
+            del waits[: -2 * KEPT_ATTEMPTS]
+
+    def weighings(self, id_: RequestId, config: ConductorConfig) -> tuple[Weighing, ...]:
+        """Oldest first; empty for a request of which nothing is kept."""
+        notes = self._notes.get(id_)
+        return tuple(_weighing(each, config) for each in notes.weighed) if notes is not None else ()
+
+    def waitings(self, id_: RequestId) -> tuple[Waiting, ...]:
+        notes = self._notes.get(id_)
+        return tuple(notes.waits) if notes is not None else ()
+
+    def to_plain(self) -> object:
+        return None
+
+    @classmethod
+    def from_plain(cls, plain: None) -> Why:
+        return cls()
+
+    def _of(self, id_: RequestId) -> _Notes:
+        notes = self._notes.get(id_)
+        if notes is None:
+            notes = self._notes[id_] = _Notes()
+            if len(self._notes) > KEPT_REQUESTS:
+                self._forget()
+        return notes
+
+    def _forget(self) -> None:
+        self._options -= self._notes.popitem(last=False)[1].options
+
+
+def _weighing(weighed: _Weighed, config: ConductorConfig) -> Weighing:
+    request, options, choice = weighed.request, weighed.options, weighed.choice
+    own, default, verdict = request.arrived.slo, config.slo, weighed.verdict
+    return Weighing(
+        at=weighed.at,
+        attempt=weighed.attempt,
+        policy=config.placement,
+        tokens=weighed.tokens,
+        blocks=len(options.keys),
+        waited_seconds=weighed.at - request.first_arrived_at,
+        prefill=tuple(
+            _candidate(option, coefficients, options, config)
+            for option, coefficients in zip(options.view.prefill, weighed.coefficients, strict=True)
+        ),
+        decode=tuple(DecodeCandidate(d.id, d.tbt_seconds, d.held_blocks) for d in options.view.decode),
+        chosen_prefill=choice.prefill.id,
+        chosen_decode=choice.decode.id,
+        ttft_seconds=choice.ttft_seconds,
+        tbt_seconds=choice.decode.tbt_seconds,
+        slo_ttft=default.ttft if own.ttft is None else own.ttft,
+        slo_tbt=default.tbt if own.tbt is None else own.tbt,
+        verdict="placed" if verdict is None else "held" if isinstance(verdict, Wait) else "refused",
+        reason="" if verdict is None else verdict.reason if isinstance(verdict, Wait) else verdict.message,
+    )
+
+
+def _candidate(
+    option: PrefillOption, coefficients: tuple[float, ...], options: Options, config: ConductorConfig
+) -> PrefillCandidate:
+    then = structs.replace(option, cost=_as_it_was(option.cost, coefficients))
+    view = structs.replace(options.view, prefill=type(options.view.prefill)((then,)))
+    rng = np.random.Generator(np.random.PCG64(0))
+    choice = place(config.placement, view, options.wanted, rng, config.threshold)
+    fetch = choice.fetch
+    rest = choice.ttft_seconds - option.queue_seconds - choice.prefill_seconds
+    return PrefillCandidate(
+        id=option.id,
+        queue_seconds=option.queue_seconds,
+        hit_blocks=choice.hit_blocks,
+        fetch_blocks=fetch.count if fetch is not None else 0,
+        fetch_from=fetch.source if fetch is not None else "",
+        # Where there is nothing to wait for, what is left is rounding.
+        fetch_seconds=rest if rest > 1e-9 else 0.0,
+        compute_seconds=choice.prefill_seconds,
+        ttft_seconds=choice.ttft_seconds,
+        decode=choice.decode.id,
+    )
+
+
+def _as_it_was(cost: PrefillCost, coefficients: tuple[float, ...]) -> PrefillCost:
+    then = copy(cost)
+    then.fit = copy(cost.fit)
+    then.fit.coefficients = coefficients
+    return then
