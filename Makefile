@@ -7,7 +7,7 @@ PY := .venv/bin/python -P
 INSTALLED := .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test soak check bench bench-scale bench-store clean venv model format
+.PHONY: help serve test soak check bench bench-journal bench-scale bench-store clean venv model format
 
 help:
 	@echo "make serve    serve SmolLM2-135M on http://127.0.0.1:8000   (ARGS='--nodes 2 --decode 2' and so on)"
@@ -15,6 +15,7 @@ help:
 	@echo "make soak     the long versions of tests: thousands of crashes, larger searches (an hour)"
 	@echo "make check    formatting, lint, types, import rules"
 	@echo "make bench    measure this machine"
+	@echo "make bench-journal what the Conductor's journal costs"
 	@echo "make bench-scale   ten million blocks in the directory, a million on a node's SSD   (ARGS='--entries 1000000')"
 	@echo "make bench-store   the KVCache pool beside Mooncake Store     (ARGS=--quick: a smoke test)"
 	@echo "make clean    remove the virtual environment and caches (not the model)"
@@ -36,6 +37,9 @@ check: $(INSTALLED)
 
 bench: $(INSTALLED) model
 	$(PY) -m moonpool.bench.serving $(ARGS)
+
+bench-journal: $(INSTALLED)
+	$(PY) -m moonpool.bench.journal $(ARGS)
 
 bench-scale: $(INSTALLED)
 	$(PY) -m moonpool.bench.scale $(ARGS)

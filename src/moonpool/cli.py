@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from moonpool.core.settings import ConductorConfig
     from moonpool.engine.engine import Engine
     from moonpool.live.process import Work
-    from moonpool.live.recorder import JournalConfig
     from moonpool.wire.link import Link
+    from moonpool.wire.recorder import JournalConfig
 
 app = typer.Typer(
     help="Serve language models from prefill and decode pools around one shared KVCache.",
@@ -418,7 +418,7 @@ def _class_names(config: Config) -> tuple[str, ...]:
 
 def _journal(config: Config) -> JournalConfig | None:
     from moonpool.command.journal import directory_of
-    from moonpool.live.recorder import JournalConfig
+    from moonpool.wire.recorder import JournalConfig
 
     directory = directory_of(config.journal.journal)
     return None if directory is None else JournalConfig(directory, config.journal.journal_bytes)

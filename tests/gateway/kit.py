@@ -141,8 +141,8 @@ class Stage:
                 case Registered(peer=peer):
                     self.front = peer
                     self.announce()
-                case Describe(to, serial) if self.describes:
-                    self.conductor.post(to, Description(serial, STATE))
+                case Describe(to, serial, request) if self.describes:
+                    self.conductor.post(to, Description(serial, STORIES.get(request, b"[]") if request else STATE))
                 case RequestArrived() if self.places:
                     self.place(envelope.body)
                 case PrefillOrder(work) if self.answer is not None:
@@ -289,6 +289,8 @@ async def connected(s: Stage) -> AsyncIterator[Talk]:
 
 POST_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\ncontent-type: application/json\r\n"
 END = 2
+STORIES = {"mine/1": b'[{"request":"g-1","outcome":"finished"}]'}
+"""What the Conductor tells of requests, by id or x-request-id."""
 STATE = json.dumps(
     {
         "context_tokens": CONTEXT,

@@ -146,11 +146,29 @@ def test_cluster_state(opened: Open) -> None:
     run(test())
 
 
+def test_the_story_of_a_request(opened: Open) -> None:
+    async def test() -> None:
+        async with opened() as s:
+            response = await s.client.get(s.url + "/cluster/requests/mine%2F1")
+            assert response.json() == [{"request": "g-1", "outcome": "finished"}]
+            for name in ("nobody", ""):
+                response = await s.client.get(s.url + f"/cluster/requests/{name}")
+                assert response.status_code == 404
+                error = response.json()["error"]
+                assert error["code"] == "request_not_found"
+                assert repr(name) in error["message"]
+            s.describes = False
+            assert (await s.client.get(s.url + "/cluster/requests/mine%2F1")).status_code == 503
+
+    run(test())
+
+
 def test_cluster_paths_off_loopback_need_the_admin_key(opened: Open) -> None:
     async def test() -> None:
         async with opened(host="0.0.0.0") as s:
             s.url = s.url.replace("0.0.0.0", "127.0.0.1")
             assert (await s.client.get(s.url + "/cluster")).status_code == 403
+            assert (await s.client.get(s.url + "/cluster/requests/mine")).status_code == 403
         async with opened(host="0.0.0.0", admin_key="secret") as s:
             s.url = s.url.replace("0.0.0.0", "127.0.0.1")
             assert (await s.client.get(s.url + "/cluster")).status_code == 401

@@ -14,7 +14,7 @@ from moonpool.core.actions import Action
 from moonpool.core.conductor import Conductor, ConductorConfig
 from moonpool.core.events import Event
 from moonpool.core.vocabulary import PartId, PartKind
-from moonpool.live.recorder import JournalConfig, Recorder
+from moonpool.wire.recorder import JournalConfig, Recorder
 from moonpool.wire.story import Stories, Story
 
 ROUGH = Odds(0.15, 0.03, 0.05, 0.05, 0.2, 0.1, 0.1)

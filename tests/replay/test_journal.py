@@ -13,13 +13,14 @@ import pytest
 from tests.core.conductor_scene import arrival
 from tests.replay import kit
 
+from moonpool.command.journal import directory_of
 from moonpool.core.admission import ADMISSION_POLICIES
 from moonpool.core.conductor import ConductorConfig
 from moonpool.core.placement import PLACEMENT_POLICIES
 from moonpool.core.vocabulary import Slo
-from moonpool.errors import JournalError
-from moonpool.live import recorder as recording
+from moonpool.errors import ConfigError, JournalError
 from moonpool.wire import journal
+from moonpool.wire import recorder as recording
 from moonpool.wire.replay import replay, restore
 
 CONFIG = ConductorConfig(slo=Slo(ttft=20.0, tbt=2.0))
@@ -70,7 +71,7 @@ def test_only_so_many_bytes_are_kept_and_what_is_left_replays(tmp_path: Path) ->
 
 
 def test_a_cut_or_damaged_end_is_said_and_what_is_good_replays(tmp_path: Path) -> None:
-    kit.record(CONFIG, tmp_path)
+    kit.record(CONFIG, tmp_path, requests=40)
     (file,) = journal.segments_in(tmp_path)
     whole, data = journal.read_segment(file), file.read_bytes()
     file.write_bytes(data[:-100])
@@ -105,7 +106,7 @@ def test_what_is_no_journal_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_segment_that_ends_within_its_snapshot_does_not_replay(tmp_path: Path) -> None:
-    kit.record(CONFIG, tmp_path)
+    kit.record(CONFIG, tmp_path, requests=40)
     (file,) = journal.segments_in(tmp_path)
     data = file.read_bytes()
     origin = journal.pack(journal.read_origin(file))
@@ -116,7 +117,7 @@ def test_a_segment_that_ends_within_its_snapshot_does_not_replay(tmp_path: Path)
 
 
 def test_a_journal_of_other_code_says_so(tmp_path: Path) -> None:
-    kit.record(CONFIG, tmp_path)
+    kit.record(CONFIG, tmp_path, requests=40)
     (file,) = journal.segments_in(tmp_path)
     data = file.read_bytes()
     origin = journal.read_origin(file)
@@ -129,7 +130,7 @@ def test_a_journal_of_other_code_says_so(tmp_path: Path) -> None:
 
 
 def test_the_first_difference_is_shown(tmp_path: Path) -> None:
-    kit.record(CONFIG, tmp_path)
+    kit.record(CONFIG, tmp_path, requests=40)
     (file,) = journal.segments_in(tmp_path)
     segment = journal.read_segment(file)
     at = next(i for i, entry in enumerate(segment.entries) if "Place" in str(entry.actions))
@@ -206,6 +207,17 @@ def test_what_a_journal_cannot_keep_turns_it_off_and_not_the_conductor(
     kit.start(scene)
     recorder.close()
     assert any("there is no journal: moonpool.core.conductor:Conductor.later" in r.getMessage() for r in caplog.records)
+
+
+def test_where_the_journal_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONPOOL_HOME", str(tmp_path))
+    assert directory_of("off") is None
+    assert directory_of(None) == tmp_path / "journal"
+    assert directory_of(str(tmp_path / "a" / "b")) == tmp_path / "a" / "b"
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--journal .*file: cannot make this directory: .*give another, or `off`"):
+        directory_of(str(tmp_path / "file"))
 
 
 RECORD = """

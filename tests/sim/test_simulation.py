@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moonpool
+from moonpool.core.admission import ADMISSION_POLICIES
 from moonpool.core.conductor import ConductorConfig
 from moonpool.core.decode import DecodeInstance
+from moonpool.core.placement import PLACEMENT_POLICIES
 from moonpool.core.vocabulary import Slo
 from moonpool.errors import ConfigError
 from moonpool.report.summary import Outcome
@@ -151,7 +153,9 @@ def test_the_same_again_in_another_process_and_under_another_hash_seed(tmp_path:
             "simulate",
             str(file),
             "--placement",
-            "random,algorithm-1",
+            ",".join(PLACEMENT_POLICIES),
+            "--admission",
+            ",".join(ADMISSION_POLICIES),
             "--json",
         ]
         done = subprocess.run([*command, "--ttft", "5"], env=env, capture_output=True, timeout=120, check=True)
@@ -162,6 +166,7 @@ def test_the_same_again_in_another_process_and_under_another_hash_seed(tmp_path:
     assert first == printed("2")
     columns = first["runs"]
     assert isinstance(columns, list)
+    assert len(columns) == len(PLACEMENT_POLICIES) * len(ADMISSION_POLICIES)
     assert columns[0]["summary"]["completed"] == 60
 
 

@@ -27,6 +27,8 @@ KEPT_OPTIONS = 32_768
 """Instances that could be chosen from, over all that is kept; each takes some hundred bytes."""
 KEPT_ATTEMPTS = 4
 """Of one request, the newest."""
+EXACT_OPTIONS = 64
+"""With more prefill instances than that, what each would have cost is told by what its cost model has learned since."""
 
 Verdict = Refusal | Wait | None
 
@@ -102,7 +104,7 @@ class _Weighed(NamedTuple):
     options: Options
     choice: Choice
     verdict: Verdict
-    coefficients: list[tuple[float, ...]]
+    coefficients: list[tuple[float, ...]] | None
     """Of each prefill option's cost, as they were; what was learned since is not what was weighed."""
 
 
@@ -123,7 +125,7 @@ class Why:
     def weighed(self, request: Request, options: Options, choice: Choice, verdict: Verdict, now: float) -> None:
         notes = self._of(request.id)
         view = options.view
-        coefficients = [option.cost.fit.coefficients for option in view.prefill]
+        coefficients = [o.cost.fit.coefficients for o in view.prefill] if len(view.prefill) <= EXACT_OPTIONS else None
         arrived = request.arrived
         notes.weighed.append(
             _Weighed(now, request, arrived.attempt, arrived.prompt_tokens, options, choice, verdict, coefficients)
@@ -187,8 +189,8 @@ def _weighing(weighed: _Weighed, config: ConductorConfig) -> Weighing:
         blocks=len(options.keys),
         waited_seconds=weighed.at - request.first_arrived_at,
         prefill=tuple(
-            _candidate(option, coefficients, options, config)
-            for option, coefficients in zip(options.view.prefill, weighed.coefficients, strict=True)
+            _candidate(option, weighed.coefficients[at] if weighed.coefficients else None, options, config)
+            for at, option in enumerate(options.view.prefill)
         ),
         decode=tuple(DecodeCandidate(d.id, d.tbt_seconds, d.held_blocks) for d in options.view.decode),
         chosen_prefill=choice.prefill.id,
@@ -203,9 +205,9 @@ def _weighing(weighed: _Weighed, config: ConductorConfig) -> Weighing:
 
 
 def _candidate(
-    option: PrefillOption, coefficients: tuple[float, ...], options: Options, config: ConductorConfig
+    option: PrefillOption, coefficients: tuple[float, ...] | None, options: Options, config: ConductorConfig
 ) -> PrefillCandidate:
-    then = structs.replace(option, cost=_as_it_was(option.cost, coefficients))
+    then = option if coefficients is None else structs.replace(option, cost=_as_it_was(option.cost, coefficients))
     view = structs.replace(options.view, prefill=type(options.view.prefill)((then,)))
     rng = np.random.Generator(np.random.PCG64(0))
     choice = place(config.placement, view, options.wanted, rng, config.threshold)

@@ -17,10 +17,10 @@ from moonpool.core import actions as act
 from moonpool.core import events as ev
 from moonpool.core.conductor import Conductor, ConductorConfig
 from moonpool.core.vocabulary import KeySpaceId, NodePeer, PartId, Peer, RequestId
-from moonpool.live.recorder import JournalConfig, Recorder
 from moonpool.wire.link import Link
 from moonpool.wire.membership import Books
 from moonpool.wire.messages import Counters, Describe, Description, Envelope, Locate, Located
+from moonpool.wire.recorder import JournalConfig, Recorder
 from moonpool.wire.story import Stories
 
 log = logging.getLogger(__name__)
