@@ -12,7 +12,7 @@ import hashlib
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -79,16 +79,16 @@ def arrival(number: int) -> ev.RequestArrived:
     return ev.RequestArrived(RequestId(f"g-{number}"), 1, peer("gateway", 0), "m", tokens, 0, 64, chains, 600.0)
 
 
-def requests(count: int) -> Iterator[ev.Event]:
-    """The events of so many requests, IN_FLIGHT of them at a time. Sends back the actions of each."""
+def requests(count: int) -> Generator[ev.Event, tuple[Action, ...], None]:
+    """The events of so many requests, IN_FLIGHT of them at a time. It is sent the actions of each."""
     running: deque[tuple[Place, ev.RequestArrived]] = deque()
     seqs = [0] * INSTANCES
     for number in range(count + IN_FLIGHT):
         if number < count:
             arrived = arrival(number)
-            room = next(a for a in (yield arrived) if isinstance(a, ReserveRoom))  # type: ignore[misc]
+            room = next(a for a in (yield arrived) if isinstance(a, ReserveRoom))
             confirmed = ev.RoomConfirmed(room.node.id, room.node.incarnation, arrived.request, 1, ())
-            place = next(a for a in (yield confirmed) if isinstance(a, Place))  # type: ignore[misc]
+            place = next(a for a in (yield confirmed) if isinstance(a, Place))
             yield ev.PrefillDone(arrived.request, 1, place.prefill.id, arrived.prompt_tokens, 0, 0.0, 0.5)
             node = int(place.prefill_node.id.rsplit("-", 1)[1])
             seqs[node] += 1
@@ -132,7 +132,7 @@ def drive(core: Conductor, recorder: Recorder, count: int) -> tuple[Measured, li
         )
         last.append((now, event, actions))
         try:
-            event = script.send(actions)  # type: ignore[attr-defined]
+            event = script.send(actions)
         except StopIteration:
             return measured, list(last)
 
@@ -160,7 +160,7 @@ def busy(core: Conductor) -> float:
     event = next(script)
     for number in range(4 * IN_FLIGHT):
         actions = core.handle(event, now + number * 1e-3)
-        event = script.send(actions)  # type: ignore[attr-defined]
+        event = script.send(actions)
     return snapshot_ms(core)
 
 
