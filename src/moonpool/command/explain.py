@@ -6,7 +6,6 @@ import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -17,7 +16,7 @@ from moonpool.command.telling import tell
 from moonpool.core.actions import Action
 from moonpool.core.conductor import Conductor
 from moonpool.errors import ConfigError, JournalError, MoonpoolError
-from moonpool.wire.journal import Entry, Segment, read_segment, segments_in
+from moonpool.wire.journal import Entry, Origin, Segment, read_origin, read_segment, segments_in
 from moonpool.wire.replay import replay, restore
 from moonpool.wire.story import Stories, Story, complete
 
@@ -81,10 +80,26 @@ def from_journal(request: str, path: Path) -> tuple[list[Story], str]:
     """The stories, and which segment they begin in. Raises JournalError where the journal tells nothing of it."""
     stories = Stories(only=request)
     begins = ""
-    for segment, conductor in _segments_with(request, path):
+    conductor: Conductor | None = None
+    last: Origin | None = None
+    seq = 0
+    for file in segments_in(path):
+        try:
+            origin, is_named = read_origin(file), request.encode() in file.read_bytes()
+        except (OSError, JournalError) as e:
+            print(f"moonpool: left out: {e}", file=sys.stderr)
+            continue
+        goes_on = last is not None and last.conductor == origin.conductor
+        if not is_named and not (goes_on and any(not story.is_over for story in stories.all())):
+            conductor = None
+            continue
+        segment = read_segment(file)
+        if conductor is None or not goes_on or origin.seq != seq + 1:
+            conductor = _restored(segment)
         _follow(segment, conductor, stories)
+        last, seq = origin, segment.entries[-1].seq if segment.entries else origin.seq - 1
         if stories.all() and not begins:
-            begins = f"{segment.path} (from {written_at(segment.origin)})"
+            begins = f"{segment.path} (from {written_at(origin)})"
     if not stories.all():
         raise JournalError(
             f"the journal in {path} has no arrival of {request!r}: it came before what is kept, "
@@ -93,21 +108,13 @@ def from_journal(request: str, path: Path) -> tuple[list[Story], str]:
     return stories.all(), begins
 
 
-def _segments_with(request: str, path: Path) -> Iterator[tuple[Segment, Conductor | None]]:
-    """Those in which its name occurs, with the core as it was before each; None where that cannot be had."""
-    name = request.encode()
-    for file in segments_in(path):
-        try:
-            if name not in file.read_bytes():
-                continue
-            segment = read_segment(file)
-        except OSError as e:
-            raise JournalError(f"cannot read {file}: {e.strerror}") from None
-        try:
-            yield segment, restore(segment)
-        except JournalError as e:
-            print(f"moonpool: costs are left out: {e}", file=sys.stderr)
-            yield segment, None
+def _restored(segment: Segment) -> Conductor | None:
+    """The core as it was before it; None where that cannot be had, and then costs are left out."""
+    try:
+        return restore(segment)
+    except JournalError as e:
+        print(f"moonpool: costs are left out: {e}", file=sys.stderr)
+        return None
 
 
 def _follow(segment: Segment, conductor: Conductor | None, stories: Stories) -> None:
