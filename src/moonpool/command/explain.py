@@ -15,14 +15,18 @@ from moonpool.command.journal import default_directory, written_at
 from moonpool.command.telling import tell
 from moonpool.core.actions import Action
 from moonpool.core.conductor import Conductor
+from moonpool.core.vocabulary import RequestId
+from moonpool.core.why import Waiting, Weighing
 from moonpool.errors import ConfigError, JournalError, MoonpoolError
 from moonpool.wire.journal import Entry, Origin, Segment, read_origin, read_segment, segments_in
 from moonpool.wire.replay import replay, restore
-from moonpool.wire.story import Stories, Story, complete
+from moonpool.wire.story import Stories, Story
 
 CALL_SECONDS = 5.0
 MAX_ANSWER_BYTES = 16 << 20
 MAX_NAME_CHARS = 256
+Costs = dict[RequestId, tuple[tuple[Weighing, ...], tuple[Waiting, ...]]]
+"""What was weighed and waited for, by request: the core forgets it in time."""
 
 
 def explain(request: str, url: str, journal: Path | None, as_json: bool) -> int:
@@ -79,6 +83,7 @@ def fetch(request: str, url: str) -> list[Story]:
 def from_journal(request: str, path: Path) -> tuple[list[Story], str]:
     """The stories, and which segment they begin in. Raises JournalError where the journal tells nothing of it."""
     stories = Stories(only=request)
+    costs: Costs = {}
     begins = ""
     conductor: Conductor | None = None
     last: Origin | None = None
@@ -90,22 +95,25 @@ def from_journal(request: str, path: Path) -> tuple[list[Story], str]:
             print(f"moonpool: left out: {e}", file=sys.stderr)
             continue
         goes_on = last is not None and last.conductor == origin.conductor
-        if not is_named and not (goes_on and any(not story.is_over for story in stories.all())):
+        if not is_named and not (goes_on and not stories.are_over):
             conductor = None
             continue
         segment = read_segment(file)
         if conductor is None or not goes_on or origin.seq != seq + 1:
             conductor = _restored(segment)
-        _follow(segment, conductor, stories)
+        _follow(segment, conductor, stories, costs)
         last, seq = origin, segment.entries[-1].seq if segment.entries else origin.seq - 1
-        if stories.all() and not begins:
+        if not begins and not stories.are_none:
             begins = f"{segment.path} (from {written_at(origin)})"
-    if not stories.all():
+    found = stories.all()
+    if not found:
         raise JournalError(
             f"the journal in {path} has no arrival of {request!r}: it came before what is kept, "
             "or within the last second, or never"
         )
-    return stories.all(), begins
+    for story in found:
+        story.weighings, story.waitings = costs.get(story.request, ((), ()))
+    return found, begins
 
 
 def _restored(segment: Segment) -> Conductor | None:
@@ -117,14 +125,18 @@ def _restored(segment: Segment) -> Conductor | None:
         return None
 
 
-def _follow(segment: Segment, conductor: Conductor | None, stories: Stories) -> None:
+def _follow(segment: Segment, conductor: Conductor | None, stories: Stories, costs: Costs) -> None:
     """Through all of it: by deciding again, which brings back what was weighed, or only as recorded."""
 
-    def watch(core: Conductor, entry: Entry, actions: tuple[Action, ...]) -> bool:
-        stories.note(entry.now, entry.event, actions)
+    def look(core: Conductor) -> None:
         for story in stories.all():
-            if not story.is_over or story.moments[-1].at == entry.now:
-                complete(story, core)
+            weighings, waitings = core.weighings(story.request), core.waitings(story.request)
+            before = costs.get(story.request, ((), ()))
+            costs[story.request] = weighings or before[0], waitings or before[1]
+
+    def watch(core: Conductor, entry: Entry, actions: tuple[Action, ...]) -> bool:
+        if stories.note(entry.now, entry.event, actions):
+            look(core)
         return True
 
     if conductor is None:
@@ -137,3 +149,4 @@ def _follow(segment: Segment, conductor: Conductor | None, stories: Stories) -> 
             f"{segment.path} does not replay as it was recorded, from record {done.difference.seq} on: "
             "see `moonpool journal replay`"
         )
+    look(conductor)

@@ -6,8 +6,8 @@ Numbers and names only; the words come when somebody reads it (`tell`).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from msgspec import Struct
 
@@ -22,6 +22,8 @@ MOST_MOMENTS = 64
 """Of one story; of more the first ones stay, and the last."""
 MOST_FOUND = 16
 """Requests of one x-request-id."""
+
+OVER = ("finished", "refused", "cancelled")
 
 Fact = str | int | float | None
 
@@ -42,20 +44,14 @@ class Story(Struct):
     moments: list[Moment]
     outcome: str = "waits"
     left_out: int = 0
+    """Events in the middle of a long story."""
     weighings: tuple[Weighing, ...] = ()
     waitings: tuple[Waiting, ...] = ()
     """Filled in when it is asked for."""
 
-    def add(self, moment: Moment) -> None:
-        if len(self.moments) >= MOST_MOMENTS:
-            del self.moments[MOST_MOMENTS // 2]
-            self.left_out += 1
-        self.moments.append(moment)
-        self.outcome = _OUTCOMES.get(moment.what, self.outcome)
-
     @property
     def is_over(self) -> bool:
-        return self.outcome in ("finished", "refused", "cancelled")
+        return self.outcome in OVER
 
 
 class Brief(Struct, frozen=True):
@@ -68,6 +64,27 @@ class Brief(Struct, frozen=True):
     why: str
 
 
+class _Kept:
+    """A story as it is noted: messages as they came, or facts where a message holds block keys."""
+
+    __slots__ = ("arrived_at", "label", "left_out", "noted", "outcome", "request")
+
+    def __init__(self, arrived: ev.RequestArrived, now: float) -> None:
+        self.request = arrived.request
+        self.label = arrived.label
+        self.arrived_at = now
+        self.outcome = "waits"
+        self.noted: list[tuple[float, _Told, Any, int]] = []
+        self.left_out = 0
+
+    def told(self) -> Story:
+        moments = [
+            Moment(at, told.what, attempt, noted if told.is_large else told.facts(noted))
+            for at, told, noted, attempt in self.noted
+        ]
+        return Story(self.request, self.label, self.arrived_at, moments, self.outcome, self.left_out)
+
+
 class Stories:
     """Of the most recent requests."""
 
@@ -75,57 +92,65 @@ class Stories:
         """`only`: of requests of this id or x-request-id, and no others."""
         self._kept = kept
         self._only = only
-        self._stories: OrderedDict[RequestId, Story] = OrderedDict()
+        self._stories: OrderedDict[RequestId, _Kept] = OrderedDict()
 
-    def note(self, now: float, event: ev.Event, actions: Iterable[act.Action]) -> None:
-        """Tell of every call of the core."""
-        if isinstance(event, ev.RequestArrived):
-            self._open(event, now)
-        elif isinstance(event, ev.PlacedBefore):
-            self._open(event.arrived, now)
-        self._note(now, event)
+    def note(self, now: float, event: ev.Event, actions: tuple[act.Action, ...]) -> bool:
+        """Tell of every call of the core. True: something of it is part of a story."""
+        told, noted = _TOLD.get(type(event)), False
+        if told is not None:
+            message: Any = event.arrived if isinstance(event, ev.PlacedBefore) else event
+            if told.begins:
+                self._open(message, now)
+            noted = self._note(now, told, event, message)
         for action in actions:
-            self._note(now, action)
+            if (told := _TOLD.get(type(action))) is not None:
+                noted |= self._note(now, told, action, action)
+        return noted
 
     def find(self, name: str, conductor: Conductor) -> list[Story]:
         """By the request's own id, else all whose x-request-id it is; oldest first."""
         own = self._stories.get(RequestId(name))
         found = [own] if own is not None else [s for s in self._stories.values() if name and s.label == name]
-        for story in found[-MOST_FOUND:]:
-            complete(story, conductor)
-        return found[-MOST_FOUND:]
+        stories = [kept.told() for kept in found[-MOST_FOUND:]]
+        for story in stories:
+            story.weighings, story.waitings = conductor.weighings(story.request), conductor.waitings(story.request)
+        return stories
 
     def latest(self, count: int, now: float) -> tuple[Brief, ...]:
         """The newest first."""
-        stories = [story for story, _ in zip(reversed(self._stories.values()), range(count), strict=False)]
+        stories = [kept.told() for kept, _ in zip(reversed(self._stories.values()), range(count), strict=False)]
         return tuple(Brief(s.request, s.label, now - s.arrived_at, s.outcome, _briefly(s)) for s in stories)
 
     def all(self) -> list[Story]:
-        return list(self._stories.values())
+        return [kept.told() for kept in self._stories.values()]
+
+    @property
+    def are_none(self) -> bool:
+        return not self._stories
+
+    @property
+    def are_over(self) -> bool:
+        return all(kept.outcome in OVER for kept in self._stories.values())
 
     def _open(self, arrived: ev.RequestArrived, now: float) -> None:
         if self._only and self._only not in (arrived.request, arrived.label):
             return
         if arrived.request not in self._stories:
-            self._stories[arrived.request] = Story(arrived.request, arrived.label, now, [])
+            self._stories[arrived.request] = _Kept(arrived, now)
             if len(self._stories) > self._kept:
                 self._stories.popitem(last=False)
 
-    def _note(self, now: float, message: ev.Event | act.Action) -> None:
-        tell_of = _TOLD.get(type(message))
-        if tell_of is None:
-            return
-        source: Any = message.arrived if isinstance(message, ev.PlacedBefore) else message
-        story = self._stories.get(source.request)
-        if story is not None:
-            what, facts = tell_of
-            story.add(Moment(now, what, getattr(source, "attempt", 0), facts(message)))
-
-
-def complete(story: Story, conductor: Conductor) -> None:
-    """With what the core still knows of the costs that it weighed. What it knew before and does not now, stays."""
-    story.weighings = conductor.weighings(story.request) or story.weighings
-    story.waitings = conductor.waitings(story.request) or story.waitings
+    def _note(self, now: float, told: _Told, message: Any, source: Any) -> bool:
+        kept = self._stories.get(source.request)
+        if kept is None:
+            return False
+        noted = kept.noted
+        noted.append((now, told, told.facts(message) if told.is_large else message, getattr(source, "attempt", 0)))
+        kept.outcome = told.outcome or kept.outcome
+        if len(noted) > MOST_MOMENTS:
+            del noted[MOST_MOMENTS // 2]
+            kept.left_out += 1
+        return True
 
 
 def _arrived(m: Any) -> dict[str, Fact]:
@@ -153,6 +178,18 @@ def _placed(m: Any) -> dict[str, Fact]:
     }
 
 
+def _taken_over(m: Any) -> dict[str, Fact]:
+    return {**_placed(m.place), "tokens": m.tokens}
+
+
+def _reserved(m: Any) -> dict[str, Fact]:
+    return {"node": m.node.id, "blocks": len(m.keys)}
+
+
+def _room(m: Any) -> dict[str, Fact]:
+    return {"node": m.node, "lacking_blocks": len(m.lacking)}
+
+
 def _prefilled(m: Any) -> dict[str, Fact]:
     return {
         "instance": m.instance,
@@ -171,36 +208,33 @@ def _some(*names: str) -> Callable[[Any], dict[str, Fact]]:
     return lambda m: {name: getattr(m, name) for name in names}
 
 
-_TOLD: dict[type, tuple[str, Callable[[Any], dict[str, Fact]]]] = {
-    ev.RequestArrived: ("arrived", _arrived),
-    ev.PlacedBefore: ("taken over", lambda m: _placed(m.place) | {"tokens": m.tokens}),
-    ev.RequestCancelled: ("cancelled", _some("reason")),
-    ev.RoomConfirmed: ("room confirmed", lambda m: {"node": m.node, "lacking_blocks": len(m.lacking)}),
-    ev.RoomRefused: ("room refused", _some("node", "reason")),
-    ev.PrefillDone: ("prefill done", _prefilled),
-    ev.PrefillFailed: ("prefill failed", _some("instance", "reason")),
-    ev.DecodeJoined: ("joined", _some("instance")),
-    ev.DecodeRefused: ("decode refused", _some("instance", "reason")),
-    ev.Preempted: ("preempted", _some("instance")),
-    ev.Finished: ("finished", _some("instance", "output_tokens", "reason")),
-    act.ReserveRoom: ("room asked", lambda m: {"node": m.node.id, "blocks": len(m.keys)}),
-    act.Place: ("placed", _placed),
-    act.Hold: ("held", _some("reason")),
-    act.Reject: ("refused", _refused),
-    act.Resubmit: ("placed again", _some("reason")),
-}
-_OUTCOMES = {
-    "arrived": "waits",
-    "held": "held",
-    "room asked": "asks for room",
-    "placed": "in prefill",
-    "taken over": "in prefill",
-    "prefill done": "moves to decode",
-    "joined": "decodes",
-    "finished": "finished",
-    "refused": "refused",
-    "cancelled": "cancelled",
-    "placed again": "is placed again",
+class _Told(NamedTuple):
+    what: str
+    facts: Callable[[Any], dict[str, Fact]]
+    outcome: str = ""
+    """What has become of the request by it; empty where that stays as it was."""
+    is_large: bool = False
+    """The message is not held on to."""
+    begins: bool = False
+
+
+_TOLD: dict[type, _Told] = {
+    ev.RequestArrived: _Told("arrived", _arrived, "waits", is_large=True, begins=True),
+    ev.PlacedBefore: _Told("taken over", _taken_over, "in prefill", is_large=True, begins=True),
+    ev.RequestCancelled: _Told("cancelled", _some("reason"), "cancelled"),
+    ev.RoomConfirmed: _Told("room confirmed", _room, is_large=True),
+    ev.RoomRefused: _Told("room refused", _some("node", "reason")),
+    ev.PrefillDone: _Told("prefill done", _prefilled, "moves to decode"),
+    ev.PrefillFailed: _Told("prefill failed", _some("instance", "reason")),
+    ev.DecodeJoined: _Told("joined", _some("instance"), "decodes"),
+    ev.DecodeRefused: _Told("decode refused", _some("instance", "reason")),
+    ev.Preempted: _Told("preempted", _some("instance")),
+    ev.Finished: _Told("finished", _some("instance", "output_tokens", "reason"), "finished"),
+    act.ReserveRoom: _Told("room asked", _reserved, "asks for room", is_large=True),
+    act.Place: _Told("placed", _placed, "in prefill", is_large=True),
+    act.Hold: _Told("held", _some("reason"), "held"),
+    act.Reject: _Told("refused", _refused, "refused"),
+    act.Resubmit: _Told("placed again", _some("reason"), "is placed again"),
 }
 
 
