@@ -129,13 +129,14 @@ class _Freezer:
         number = self._seen.get(id(value))
         if number is not None:
             return [_Tag.SEEN, number]
-        if isinstance(value, enum.Enum):
-            return [_Tag.ENUM, _name_of(kind, owner), value.name]
-        if kind is FunctionType:
-            return [_Tag.FUNCTION, _name_of(value, owner)]
+        pack = _BUILTIN.get(kind)
+        if pack is None:
+            if kind is FunctionType:
+                return [_Tag.FUNCTION, _name_of(value, owner)]
+            if isinstance(value, enum.Enum):
+                return [_Tag.ENUM, _name_of(kind, owner), value.name]
         self._seen[id(value)] = len(self._seen)
         self._kept.append(value)
-        pack = _BUILTIN.get(kind)
         return pack(self, value, owner) if pack is not None else self._other(kind, value, owner)
 
     def values(self, values: Any, owner: str) -> object:
