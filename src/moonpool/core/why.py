@@ -180,7 +180,7 @@ class Why:
 
 def _weighing(weighed: _Weighed, config: ConductorConfig) -> Weighing:
     request, options, choice = weighed.request, weighed.options, weighed.choice
-    own, default, verdict = request.arrived.slo, config.slo, weighed.verdict
+    verdict = weighed.verdict
     return Weighing(
         at=weighed.at,
         attempt=weighed.attempt,
@@ -197,8 +197,8 @@ def _weighing(weighed: _Weighed, config: ConductorConfig) -> Weighing:
         chosen_decode=choice.decode.id,
         ttft_seconds=choice.ttft_seconds,
         tbt_seconds=choice.decode.tbt_seconds,
-        slo_ttft=default.ttft if own.ttft is None else own.ttft,
-        slo_tbt=default.tbt if own.tbt is None else own.tbt,
+        slo_ttft=request.limits.ttft,
+        slo_tbt=request.limits.tbt,
         verdict="placed" if verdict is None else "held" if isinstance(verdict, Wait) else "refused",
         reason="" if verdict is None else verdict.reason if isinstance(verdict, Wait) else verdict.message,
     )
