@@ -101,12 +101,13 @@ class Recorder:
         self._queue.append((self._seq, now, event, actions))
         if self._dump is not None:
             self._dump_some(self._dump)
-        elif self._writer.is_full:
+        elif self._writer.full == self._number:
             self._begin()
         if waiting >= BELL:
             self._writer.bell.set()
-        if self._writer.has_failed:
+        if self._writer.failed == self._number:
             self._lacks = True
+            self._end_dump()
 
     def counters(self) -> dict[str, float]:
         writer = self._writer
@@ -147,7 +148,6 @@ class Recorder:
         dropped = self._dropped + self._writer.lost
         origin = Origin(code_version(), self._incarnation, self._number, self._seq + 1, time.time(), dropped)
         self._lacks = False
-        self._writer.has_failed = self._writer.is_full = False
         self._queue.append(_Begin(origin, State(self._rules, snapshot)))
         self._dump = dump
         self._dump_some(dump)
@@ -174,9 +174,10 @@ class _Writer:
         self._file: _File | None = None
         self._failed_at: float | None = None
         self.bell = threading.Event()
-        self.is_full = False
-        """The segment is long enough."""
-        self.has_failed = False
+        self._number = 0
+        """Of the segment that is being written."""
+        self.full = self.failed = 0
+        """The newest segment that is long enough; that the disk did not take."""
         self.records = self.lost = self.keys_done = self.total_bytes = 0
         self.thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self.thread.start()
@@ -205,7 +206,7 @@ class _Writer:
             self._write(batch)
         except OSError as e:
             self._failed_at = time.monotonic()
-            self.has_failed = True
+            self.failed = self._number
             log.warning("the journal in %s is not written: %s", self._config.directory, e.strerror or e)
             if self._file is not None:
                 self._file.abandon()
@@ -218,6 +219,7 @@ class _Writer:
             match item:
                 case _Begin(origin, state):
                     self._end(out)
+                    self._number = origin.number
                     self._file = _File(self._config.directory, origin)
                     out += pack(origin) + pack(state)
                 case _End():
@@ -246,7 +248,8 @@ class _Writer:
             file.records, file.unwritten = file.records + file.unwritten, 0
             # A segment that is mostly snapshot is worth little: it is as long again, at least.
             least = max(self._config.most_bytes // SEGMENTS, 2 * file.head_bytes)
-            self.is_full = file.head_bytes > 0 and file.nbytes >= least
+            if file.head_bytes and file.nbytes >= least:
+                self.full = self._number
         out.clear()
 
     def _end(self, out: bytearray) -> None:
