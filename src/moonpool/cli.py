@@ -190,6 +190,12 @@ def trace_describe(
 @with_workload
 def simulate(
     workload: Workload,
+    files: Annotated[
+        list[Path] | None, typer.Argument(metavar="[CONFIGURATION.yaml]...", help="What --compare compares.")
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Run configurations given as YAML files; flags stand for what they lack.")
+    ] = False,
     hardware: Annotated[str, typer.Option(help="A hardware profile, or a YAML file with one.")] = "a800-llama2-70b",
     prefill: Annotated[int, typer.Option(min=1, max=4096, help="Prefill instances.")] = 8,
     decode: Annotated[int, typer.Option(min=1, max=4096, help="Decode instances.")] = 8,
@@ -198,14 +204,34 @@ def simulate(
     threshold: Annotated[float, typer.Option(min=1.0, help="Of algorithm-1, see the key fetch-threshold.")] = 1.0,
     ttft: Annotated[float | None, typer.Option(help="Limit on the time to first token, seconds.")] = None,
     tbt: Annotated[float | None, typer.Option(help="Limit on the time between tokens, seconds.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of what is drawn.")] = 0,
+    seeds: Annotated[
+        str, typer.Option("--seeds", "--seed", help="Of what is drawn; several, with commas between, give intervals.")
+    ] = "0",
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one HTML file with charts.")] = None,
     as_json: AsJson = False,
+    jobs: Annotated[int, typer.Option(min=0, max=64, help="Processes; 0: as many as cores.")] = 0,
 ) -> int:
     """Replay a trace on a simulated cluster, with the very scheduler that serves."""
     from moonpool.command.simulate import Wanted
     from moonpool.command.simulate import simulate as run
 
-    wanted = Wanted(workload, hardware, prefill, decode, placement, admission, threshold, ttft, tbt, seed, as_json)
+    wanted = Wanted(
+        workload=workload,
+        files=tuple(files or ()),
+        compare=compare,
+        hardware=hardware,
+        prefill=prefill,
+        decode=decode,
+        placement=placement,
+        admission=admission,
+        threshold=threshold,
+        ttft=ttft,
+        tbt=tbt,
+        seeds=seeds,
+        html=html,
+        as_json=as_json,
+        jobs=jobs,
+    )
     return run(wanted)
 
 

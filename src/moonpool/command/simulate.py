@@ -1,10 +1,11 @@
-"""`moonpool simulate`: a trace on a simulated cluster, one column of figures for each combination of policies."""
+"""`moonpool simulate`: a trace on simulated clusters, side by side: in the terminal, as JSON, as one HTML file."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -12,19 +13,22 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from moonpool.command.columns import columns
+from moonpool.command.columns import compared, figures
+from moonpool.command.elsewhere import Said, Task
 from moonpool.command.hardware import hardware_profile
+from moonpool.command.machine import cores
+from moonpool.command.processes import run_all
 from moonpool.command.workload import Traffic, Workload
 from moonpool.core.admission import ADMISSION_POLICIES, AdmissionPolicy
 from moonpool.core.conductor import ConductorConfig
 from moonpool.core.placement import PLACEMENT_POLICIES, PlacementPolicy
 from moonpool.core.vocabulary import Slo
 from moonpool.errors import ConfigError
+from moonpool.report.html import Page, page
+from moonpool.report.rows import Column, Difference, differences
 from moonpool.report.run import Run
 from moonpool.sim.cluster import Setup
-from moonpool.sim.profile import Profile
-from moonpool.sim.run import run
-from moonpool.trace.request import TraceRequest
+from moonpool.sim.configuration import Configuration, read_configuration
 
 P = TypeVar("P", PlacementPolicy, AdmissionPolicy)
 
@@ -32,12 +36,15 @@ QUEUE_BOUND = 1 << 20
 """The paper's cluster refuses by limits alone."""
 FILE_COLUMNS = 160
 """Where the output is no terminal."""
+MOST_SEEDS = 1000
 
 
 class Wanted(msgspec.Struct, frozen=True):
     """The command line."""
 
     workload: Workload
+    files: tuple[Path, ...]
+    compare: bool
     hardware: str
     prefill: int
     decode: int
@@ -46,48 +53,93 @@ class Wanted(msgspec.Struct, frozen=True):
     threshold: float
     ttft: float | None
     tbt: float | None
-    seed: int
+    seeds: str
+    html: Path | None
     as_json: bool
+    jobs: int
 
 
 class SimulationReport(msgspec.Struct, frozen=True):
-    """What `--json` prints."""
+    """What `--json` prints: all of it follows from the inputs."""
 
     workload: Workload
-    hardware: str
-    prefill: int
-    decode: int
-    seed: int
-    slo: Slo
     skipped: int
+    seeds: tuple[int, ...]
+    configurations: tuple[Configuration, ...]
     runs: tuple[Run, ...]
+    """Of the first configuration with each seed, then of the next."""
+    differences: tuple[Difference, ...]
+    """Of each configuration from the first."""
 
 
 def simulate(wanted: Wanted) -> int:
     """Print what came of it. Raises ConfigError or TraceError."""
-    profile = hardware_profile(wanted.hardware)
-    setups = _setups(wanted, profile)
-    traffic = Traffic(wanted.workload, profile.block_tokens)
-    requests = list(traffic.requests(seed=wanted.seed))
-    timed = [_run(name, setup, requests) for name, setup in setups.items()]
-    runs = [each for each, _ in timed]
+    wanted = _sorted_out(wanted)
+    seeds, configurations = read_seeds(wanted.seeds), _configurations(wanted)
+    # Read here too: mistakes are told before anything runs.
+    traffic = Traffic(wanted.workload, configurations[0].setup.profile.block_tokens)
+    count = sum(1 for _ in traffic.requests(seed=seeds[0]))
+    began = time.perf_counter()
+    columns = _run(wanted, configurations, seeds, count)
+    seconds = time.perf_counter() - began
+    if wanted.html is not None:
+        _write(wanted.html, page(Page("Moonpool: a simulated cluster", tuple(_facts(wanted, count, seeds)), columns)))
     if wanted.as_json:
-        return _print_json(wanted, traffic, runs)
+        return _print_json(wanted, traffic.skipped, seeds, configurations, columns)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else FILE_COLUMNS)
-    console.print(
-        f"{escape(wanted.workload.source)}: {len(requests)} requests in {requests[-1].arrival:.0f} s on "
-        f"{wanted.prefill} prefill and {wanted.decode} decode instances, {wanted.hardware}, seed {wanted.seed}"
-    )
-    console.print(columns(runs, [seconds for _, seconds in timed]))
+    for fact in _facts(wanted, count, seeds):
+        console.print(escape(fact))
+    console.print(figures(columns))
+    if len(columns) > 1:
+        console.print(
+            f"more than {escape(columns[0].name)}"
+            + (", seed by seed; in brackets what may be chance:" if len(seeds) > 1 else ":")
+        )
+        console.print(compared(columns))
+    runs = len(seeds) * len(columns)
+    console.print(f"{runs * count} requests simulated in {seconds:.1f} s, {runs * count / seconds:.0f} a second")
+    if wanted.html is not None:
+        console.print(f"written: {escape(str(wanted.html))}")
     if traffic.skipped:
-        first = escape(traffic.first_skipped)
-        console.print(f"[bold]{traffic.skipped} malformed lines[/] were left out, the first: {first}")
+        console.print(
+            f"[bold]{traffic.skipped} malformed lines[/] were left out, the first: {escape(traffic.first_skipped)}"
+        )
     return 0
 
 
-def _setups(wanted: Wanted, profile: Profile) -> dict[str, Setup]:
-    """By name: every placement with every admission."""
-    found = {}
+def read_seeds(text: str) -> tuple[int, ...]:
+    """`1,2,3`. Raises ConfigError."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdecimal() and int(word) < 1 << 32 for word in words):
+        raise ConfigError(f"--seeds {text!r}: must be numbers from 0 to 2^32 - 1, with commas between")
+    if len(words) > MOST_SEEDS:
+        raise ConfigError(f"--seeds: {len(words)} are too many, give at most {MOST_SEEDS}")
+    return tuple(dict.fromkeys(int(word) for word in words))
+
+
+def _sorted_out(wanted: Wanted) -> Wanted:
+    """The trace and the configurations may come in any order: a configuration ends in .yaml."""
+    given = [wanted.workload.source, *map(str, wanted.files)]
+    configurations = [name for name in given if name.endswith((".yaml", ".yml"))]
+    traces = [name for name in given if name not in configurations]
+    if len(traces) != 1:
+        told = f"{', '.join(traces)} are {len(traces)} of them" if traces else "there is none"
+        raise ConfigError(f"give one trace, {told}; configurations end in .yaml")
+    if configurations and not wanted.compare:
+        raise ConfigError(f"{configurations[0]} is a configuration: give --compare to run it")
+    if wanted.compare and not configurations:
+        raise ConfigError("--compare: give one or more configurations, files ending in .yaml")
+    return msgspec.structs.replace(
+        wanted,
+        workload=msgspec.structs.replace(wanted.workload, source=traces[0]),
+        files=tuple(Path(name) for name in configurations),
+    )
+
+
+def _configurations(wanted: Wanted) -> tuple[Configuration, ...]:
+    """Of the files, which the flags complete; else every placement with every admission."""
+    profile = hardware_profile(wanted.hardware)
+    found = []
     for placement in _some_of("--placement", wanted.placement, PLACEMENT_POLICIES):
         for admission in _some_of("--admission", wanted.admission, ADMISSION_POLICIES):
             config = ConductorConfig(
@@ -97,9 +149,21 @@ def _setups(wanted: Wanted, profile: Profile) -> dict[str, Setup]:
                 slo=Slo(wanted.ttft, wanted.tbt),
                 queue_bound=QUEUE_BOUND,
             )
-            setup = Setup(profile, wanted.prefill, wanted.decode, config, seed=wanted.seed)
-            found[f"{placement} {admission}"] = setup
-    return found
+            found.append(
+                Configuration(f"{placement} {admission}", Setup(profile, wanted.prefill, wanted.decode, config))
+            )
+    if not wanted.files:
+        return tuple(found)
+    read = tuple(read_configuration(file, found[0].setup) for file in wanted.files)
+    names = [each.name for each in read]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"--compare: two configurations are called {name!r}; give each a `name` of its own")
+    if len({each.setup.profile.block_tokens for each in read}) > 1:
+        raise ConfigError(
+            "--compare: the configurations' hardware has blocks of different sizes; compare them one by one"
+        )
+    return read
 
 
 def _some_of(flag: str, text: str, known: Sequence[P]) -> list[P]:
@@ -111,26 +175,76 @@ def _some_of(flag: str, text: str, known: Sequence[P]) -> list[P]:
     return list(dict.fromkeys(by_name[word] for word in chosen))
 
 
-def _run(name: str, setup: Setup, requests: Sequence[TraceRequest]) -> tuple[Run, float]:
-    """With the seconds that it took."""
+def _run(
+    wanted: Wanted, configurations: Sequence[Configuration], seeds: Sequence[int], count: int
+) -> tuple[Column, ...]:
+    tasks = [
+        Task(each.name, wanted.workload, msgspec.structs.replace(each.setup, seed=seed))
+        for each in configurations
+        for seed in seeds
+    ]
+    said = run_with_progress(tasks, wanted.jobs or cores(), count)
+    runs = [each.run for each in said if each.run is not None]
+    size = len(seeds)
+    return tuple(Column(each.name, tuple(runs[at * size : (at + 1) * size])) for at, each in enumerate(configurations))
+
+
+def run_with_progress(tasks: Sequence[Task], jobs: int, count: int) -> list[Said]:
+    """`count`: requests of each. Raises ConfigError, TraceError or MoonpoolError."""
     shown = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    began = time.perf_counter()
     with Progress(*shown, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(name, total=len(requests))
-        done = run(name, setup, requests, lambda over: progress.update(task, completed=over))
-    return done, time.perf_counter() - began
+        bars = {
+            at: progress.add_task(f"{task.name}, seed {task.setup.seed}", total=count, visible=len(tasks) <= 12)
+            for at, task in enumerate(tasks)
+        }
+        everything = progress.add_task("all", total=count * len(tasks), visible=len(tasks) > 1)
+        over = dict.fromkeys(bars, 0)
+
+        def told(at: int, done: int) -> None:
+            progress.update(bars[at], completed=done)
+            progress.advance(everything, done - over[at])
+            over[at] = done
+
+        return run_all(tasks, jobs, told)
 
 
-def _print_json(wanted: Wanted, traffic: Traffic, runs: Sequence[Run]) -> int:
+def _facts(wanted: Wanted, count: int, seeds: Sequence[int]) -> list[str]:
+    workload = wanted.workload
+    shaped = [f"speed {workload.speed:g}"] if workload.speed != 1 else []
+    shaped += [f"jitter {workload.jitter:g} s"] if workload.jitter else []
+    facts = [
+        f"{workload.source}: {count} requests"
+        + "".join(f", {each}" for each in shaped)
+        + (f", seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f", seed {seeds[0]}")
+    ]
+    if not wanted.compare:
+        facts.append(f"{wanted.prefill} prefill and {wanted.decode} decode instances, {wanted.hardware}")
+    if len(seeds) > 1 and not workload.jitter:
+        facts.append("all seeds have the same arrivals: --jitter SECONDS draws them")
+    return facts
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text)
+    except OSError as e:
+        raise ConfigError(f"--html {file}: {e.strerror}") from None
+
+
+def _print_json(
+    wanted: Wanted,
+    skipped: int,
+    seeds: tuple[int, ...],
+    configurations: tuple[Configuration, ...],
+    columns: Sequence[Column],
+) -> int:
     report = SimulationReport(
         workload=wanted.workload,
-        hardware=wanted.hardware,
-        prefill=wanted.prefill,
-        decode=wanted.decode,
-        seed=wanted.seed,
-        slo=Slo(wanted.ttft, wanted.tbt),
-        skipped=traffic.skipped,
-        runs=tuple(runs),
+        skipped=skipped,
+        seeds=seeds,
+        configurations=configurations,
+        runs=tuple(run for column in columns for run in column.runs),
+        differences=tuple(differences(columns)),
     )
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
     return 0

@@ -1,0 +1,168 @@
+"""The figures of a report and how they are written, one form for terminal and page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from msgspec import Struct
+
+from moonpool.core.vocabulary import Slo
+from moonpool.report.estimates import Estimate, estimate, paired_difference
+from moonpool.report.run import Run
+
+
+class Row(Struct, frozen=True):
+    """One figure of each run."""
+
+    name: str
+    of: Callable[[Run], float]
+    show: Callable[[float], str]
+
+    def cell(self, runs: Sequence[Run]) -> str:
+        """Of one configuration: the mean over its seeds and, where there are several, half its 95 % interval."""
+        found = estimate([self.of(run) for run in runs])
+        shown = self.show(found.mean)
+        return shown if found.half_width is None else f"{shown} ± {self.show(found.half_width)}"
+
+
+class Column(Struct, frozen=True):
+    """One configuration: a run for each seed, in the same order in each column."""
+
+    name: str
+    runs: tuple[Run, ...]
+
+
+class Difference(Struct, frozen=True):
+    """Of one figure between two configurations, seed by seed."""
+
+    name: str
+    figure: str
+    against: str
+    estimate: Estimate
+    relative: float | None
+    """The mean difference over the other's mean; None where that is 0."""
+
+
+def share(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def number(digits: int) -> Callable[[float], str]:
+    return lambda value: f"{value:.{digits}f}"
+
+
+def milliseconds(value: float) -> str:
+    return f"{value * 1e3:.0f}"
+
+
+def limits(slo: Slo) -> str:
+    """`TTFT 30 s, TBT 0.1 s`."""
+    parts = [f"{name} {value:g} s" for name, value in (("TTFT", slo.ttft), ("TBT", slo.tbt)) if value]
+    return ", ".join(parts) or "no limits"
+
+
+GOODPUT = Row("goodput, requests/s", lambda run: run.summary.goodput_requests, number(3))
+GOODPUT_TOKENS = Row("goodput, tokens/s", lambda run: run.summary.goodput_tokens, number(0))
+ATTAINED = Row("attained", lambda run: run.summary.attained / run.summary.requests, share)
+MEAN_TTFT = Row("TTFT, mean (s)", lambda run: run.summary.ttft.mean, number(2))
+WASTE = Row("prefill for nothing", lambda run: run.summary.wasted_tokens / max(run.summary.computed_tokens, 1), share)
+COMPARED = (GOODPUT, GOODPUT_TOKENS, ATTAINED, MEAN_TTFT, WASTE)
+
+
+def sections(columns: Sequence[Column]) -> list[list[Row]]:
+    """What is worth a row for these configurations, in groups."""
+    runs = [run for column in columns for run in column.runs]
+    return [_worth(runs), _times(), _work(), _swings(), _buckets(runs)]
+
+
+def differences(columns: Sequence[Column]) -> list[Difference]:
+    """Of each column from the first."""
+    found = []
+    for column in columns[1:]:
+        for row in COMPARED:
+            mine, other = ([row.of(run) for run in each.runs] for each in (column, columns[0]))
+            base = sum(other) / len(other)
+            difference = paired_difference(mine, other)
+            relative = difference.mean / base if base else None
+            found.append(Difference(column.name, row.name, columns[0].name, difference, relative))
+    return found
+
+
+def show_difference(row: Row, difference: Difference) -> str:
+    """`+0.120 ± 0.030 (+4.1%)`; in brackets where the interval holds 0."""
+    found = difference.estimate
+    half = "" if found.half_width is None else f" ± {row.show(found.half_width)}"
+    sign = "+" if found.mean >= 0 else "-"
+    relative = "" if difference.relative is None or row.show is share else f" ({difference.relative:+.1%})"
+    text = f"{sign}{row.show(abs(found.mean))}{half}{relative}"
+    return f"[{text}]" if found.half_width is not None and not found.is_clear else text
+
+
+def _worth(runs: Sequence[Run]) -> list[Row]:
+    shown = {limits(run.slo) for run in runs}
+    within = f"within {shown.pop()}" if len(shown) == 1 else "within its own limits"
+    rows = [
+        Row("completed", lambda run: run.summary.completed / run.summary.requests, share),
+        Row(within, ATTAINED.of, share),
+        GOODPUT,
+        GOODPUT_TOKENS,
+    ]
+    reasons = sorted({reason for run in runs for reason in run.summary.refused})
+    rows.extend(Row(f"refused: {reason}", _refused(reason), number(0)) for reason in reasons)
+    if any(run.late_refusals for run in runs):
+        rows.append(Row("  of all these, after prefill", lambda run: run.late_refusals, number(0)))
+    return rows
+
+
+def _times() -> list[Row]:
+    return [
+        MEAN_TTFT,
+        Row("  first quartile", lambda run: run.summary.ttft.p25, number(2)),
+        Row("  median", lambda run: run.summary.ttft.p50, number(2)),
+        Row("  third quartile", lambda run: run.summary.ttft.p75, number(2)),
+        Row("  P90", lambda run: run.summary.ttft.p90, number(2)),
+        Row("  P99", lambda run: run.summary.ttft.p99, number(2)),
+        Row("TBT of the slowest tenth, median (ms)", lambda run: run.summary.slowest_tenth.p50, milliseconds),
+        Row("  P90", lambda run: run.summary.slowest_tenth.p90, milliseconds),
+        Row("  P99", lambda run: run.summary.slowest_tenth.p99, milliseconds),
+        Row("longest pause, P99 (ms)", lambda run: run.summary.longest_interval.p99, milliseconds),
+    ]
+
+
+def _work() -> list[Row]:
+    return [
+        Row("prompt tokens from the cache", lambda run: run.summary.cached_share, share),
+        Row("blocks fetched from other nodes", lambda run: run.decisions.fetched_blocks, number(0)),
+        WASTE,
+        Row("prefill busy", lambda run: run.prefill_busy, share),
+        Row("decode busy", lambda run: run.decode_busy, share),
+        Row("preemptions", lambda run: run.preemptions, number(0)),
+    ]
+
+
+def _swings() -> list[Row]:
+    return [
+        Row("prefill load, mean", lambda run: run.swing.prefill_mean, number(2)),
+        Row("  its deviation over time", lambda run: run.swing.prefill_deviation, number(2)),
+        Row("decode load, mean", lambda run: run.swing.decode_mean, number(2)),
+        Row("  its deviation over time", lambda run: run.swing.decode_deviation, number(2)),
+        Row("correlation of both", lambda run: run.swing.correlation, number(2)),
+    ]
+
+
+def _buckets(runs: Sequence[Run]) -> list[Row]:
+    """By prompt length. Seeds of a generated trace may have small buckets that others have not; those are left out."""
+    common = set.intersection(*({bucket.name for bucket in run.summary.buckets} for run in runs))
+    return [
+        Row(f"attain, {bucket.name} tokens", _attained(bucket.name), share)
+        for bucket in runs[0].summary.buckets
+        if bucket.name in common
+    ]
+
+
+def _refused(reason: str) -> Callable[[Run], float]:
+    return lambda run: run.summary.refused.get(reason, 0)
+
+
+def _attained(name: str) -> Callable[[Run], float]:
+    return lambda run: sum(b.attained / max(b.requests, 1) for b in run.summary.buckets if b.name == name)

@@ -1,0 +1,84 @@
+"""What is to be simulated, from a YAML file: a setup's own keys and the Conductor's rules, in one flat list."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from moonpool.core.conductor import ConductorConfig
+from moonpool.errors import ConfigError
+from moonpool.sim.cluster import Setup
+from moonpool.sim.profile import load_profile
+
+MOST_INSTANCES = 4096
+OWN_KEYS = ("name", "hardware", "ttft", "tbt")
+_NOT_KEYS = {"profile", "conductor", "seed", "slo", "prefill_cost", "decode_cost", "transfer_cost", "heartbeat_limit"}
+"""Told by other keys, by the command line, or replaced by the hardware's."""
+
+
+class Configuration(msgspec.Struct, frozen=True):
+    name: str
+    setup: Setup
+
+
+def read_configuration(file: Path, base: Setup) -> Configuration:
+    """Keys that the file lacks are as in `base`; its name is the file's own without one. Raises ConfigError."""
+    try:
+        given = msgspec.yaml.decode(file.read_bytes())
+    except OSError as e:
+        raise ConfigError(f"cannot read the configuration {file}: {e.strerror}") from None
+    except msgspec.DecodeError as e:
+        raise ConfigError(f"{file} is no YAML: {' '.join(str(e).split())}") from None
+    if given is None:
+        given = {}
+    if not isinstance(given, dict):
+        raise ConfigError(f"{file}: must be keys with values, such as `placement: load-balance`")
+    known = configuration_keys()
+    for key in given:
+        if key not in known:
+            raise ConfigError(f"{file}: unknown key `{key}`; the keys are {', '.join(known)}")
+    if "hardware" in given:
+        base = msgspec.structs.replace(base, profile=load_profile(str(given["hardware"])))
+    name = str(given.get("name", file.stem))
+    return Configuration(
+        name, _changed(base, {key: given[key] for key in given if key not in ("name", "hardware")}, file)
+    )
+
+
+def configuration_keys() -> tuple[str, ...]:
+    """All that a file may say."""
+    return OWN_KEYS + tuple(_kebab(name) for name in (*_setup_fields(), *_rule_fields()))
+
+
+def _changed(base: Setup, given: dict[str, object], file: Path) -> Setup:
+    raw = msgspec.to_builtins(base)
+    rules = raw["conductor"]
+    for key, value in given.items():
+        field = key.replace("-", "_")
+        if key in ("ttft", "tbt"):
+            rules["slo"][key] = value
+        elif field in _setup_fields():
+            raw[field] = value
+        else:
+            rules[field] = value
+    try:
+        changed = msgspec.convert(raw, Setup)
+    except msgspec.ValidationError as e:
+        raise ConfigError(f"{file}: {str(e).replace('$.conductor.', '').replace('$.', '').replace('_', '-')}") from None
+    for what, count in (("prefill", changed.prefill), ("decode", changed.decode)):
+        if not 1 <= count <= MOST_INSTANCES:
+            raise ConfigError(f"{file}: `{what}` is {count}; give a number from 1 to {MOST_INSTANCES}")
+    return changed
+
+
+def _setup_fields() -> tuple[str, ...]:
+    return tuple(name for name in Setup.__struct_fields__ if name not in _NOT_KEYS)
+
+
+def _rule_fields() -> tuple[str, ...]:
+    return tuple(name for name in ConductorConfig.__struct_fields__ if name not in _NOT_KEYS)
+
+
+def _kebab(name: str) -> str:
+    return name.replace("_", "-")
