@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import BinaryIO
+from typing import IO
 
 import msgspec
 
@@ -60,13 +60,13 @@ class Runner:
         return Said(len(requests), done, time.perf_counter() - began)
 
 
-def send(stream: BinaryIO, what: Task | Said) -> None:
+def send(stream: IO[bytes], what: Task | Said) -> None:
     data = msgspec.msgpack.encode(what)
     stream.write(len(data).to_bytes(4, "little") + data)
     stream.flush()
 
 
-def receive(stream: BinaryIO) -> bytes | None:
+def receive(stream: IO[bytes]) -> bytes | None:
     """None at the end. Raises ValueError for what is no frame."""
     head = stream.read(4)
     if not head:

@@ -156,7 +156,7 @@ def label(value: float, percent: bool = False) -> str:
 
 
 def _scales(lines: Sequence[Line], axes: Axes, limits: Sequence[Limit]) -> tuple[_Scale, _Scale]:
-    xs = [value for line in lines for value in (line.xs[:1], line.xs[-1:]) for value in value]
+    xs = [value for line in lines for value in (*line.xs[:1], *line.xs[-1:])]
     xs += [limit.value for limit in limits if limit.upright]
     ys = [value for line in lines for value in line.ys] + [limit.value for limit in limits if not limit.upright]
     low, high = 0.0, max(xs, default=0.0) or 1.0
@@ -210,7 +210,7 @@ def _strips(lines: Sequence[Line], x: _Scale, axes: Axes) -> str:
 def _value(x: _Scale, place: float) -> float:
     share = (place - x.start) / (x.end - x.start)
     if x.log:
-        return x.low * (x.high / x.low) ** share
+        return x.low * math.pow(x.high / x.low, share)
     return x.low + share * (x.high - x.low)
 
 
