@@ -154,7 +154,7 @@ def _configurations(wanted: Wanted) -> tuple[Configuration, ...]:
             )
     if not wanted.files:
         return tuple(found)
-    read = tuple(read_configuration(file, found[0].setup) for file in wanted.files)
+    read = tuple(read_configuration(file, found[0].setup, hardware_profile) for file in wanted.files)
     names = [each.name for each in read]
     for name in names:
         if names.count(name) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -9,7 +10,7 @@ import msgspec
 from moonpool.core.conductor import ConductorConfig
 from moonpool.errors import ConfigError
 from moonpool.sim.cluster import Setup
-from moonpool.sim.profile import load_profile
+from moonpool.sim.profile import Profile, load_profile
 
 MOST_INSTANCES = 4096
 OWN_KEYS = ("name", "hardware", "ttft", "tbt")
@@ -22,7 +23,7 @@ class Configuration(msgspec.Struct, frozen=True):
     setup: Setup
 
 
-def read_configuration(file: Path, base: Setup) -> Configuration:
+def read_configuration(file: Path, base: Setup, hardware: Callable[[str], Profile] = load_profile) -> Configuration:
     """Keys that the file lacks are as in `base`; its name is the file's own without one. Raises ConfigError."""
     try:
         given = msgspec.yaml.decode(file.read_bytes())
@@ -39,7 +40,7 @@ def read_configuration(file: Path, base: Setup) -> Configuration:
         if key not in known:
             raise ConfigError(f"{file}: unknown key `{key}`; the keys are {', '.join(known)}")
     if "hardware" in given:
-        base = msgspec.structs.replace(base, profile=load_profile(str(given["hardware"])))
+        base = msgspec.structs.replace(base, profile=hardware(str(given["hardware"])))
     name = str(given.get("name", file.stem))
     return Configuration(
         name, _changed(base, {key: given[key] for key in given if key not in ("name", "hardware")}, file)
