@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from moonpool.core.admission import AdmissionPolicy
 from moonpool.core.eviction import EvictionPolicy
 from moonpool.core.vocabulary import PriorityClass
 
@@ -94,7 +95,9 @@ class PlacementConfig(Struct, frozen=True):
         float,
         Meta(ge=1, le=1e6, description="algorithm-1 fetches a prefix that is this many times longer elsewhere"),
     ] = 1.0
-    admission: Annotated[Literal["none", "early"], Meta(description="when a request is refused at once")] = "early"
+    admission: Annotated[
+        AdmissionPolicy, Meta(description="what a request is refused by when a limit cannot be kept")
+    ] = "early"
     queue_bound: Annotated[
         int, Meta(ge=1, le=1 << 20, description="most requests in the cluster before the next gets 429")
     ] = 256

@@ -51,6 +51,8 @@ class Place(Struct, frozen=True, tag=True):
     """Seconds in which the first token must come; None: it has no such limit (any more)."""
     compute_seconds: float = 0.0
     """Predicted for prefill alone."""
+    tbt_limit: float | None = None
+    """The decode instance refuses the request if it cannot keep this many seconds between tokens; None: it takes it."""
 
 
 class Reject(Struct, frozen=True, tag=True):

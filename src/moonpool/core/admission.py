@@ -1,18 +1,21 @@
 """Whether a request is taken at all. A refusal is a value with a reason, a message and a computed wait.
 
-`early` is the paper's early rejection (PAPER §5): at arrival, on the larger of prefill load and current
-decode load, each a predicted time over its SLO. Without an SLO only the bounds apply.
+`baseline`, `early` and `predictive` are the paper's (PAPER §5): they refuse above a load of 1, which is a predicted
+time over its limit. They differ in the decode load that they look at (`gate.py`): none before prefill, what runs now,
+or what will run when this prefill ends. `forecast` looks at the chosen instance when this very request joins it, and
+keeps the margin below the limits that its own errors have taught it. Without an SLO only the bounds apply.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, get_args
 
 from msgspec import Struct
 
 from moonpool.core.vocabulary import RejectReason, Slo
 
-AdmissionPolicy = Literal["none", "early"]
+AdmissionPolicy = Literal["none", "baseline", "early", "predictive", "forecast"]
 ADMISSION_POLICIES: tuple[AdmissionPolicy, ...] = get_args(AdmissionPolicy)
 LEAST_RETRY_SECONDS = 1.0
 MOST_RETRY_SECONDS = 600.0
@@ -25,43 +28,91 @@ class Refusal(Struct, frozen=True):
     """Seconds; None where waiting does not help."""
 
 
+class DecodeLoad(Struct, frozen=True):
+    """Of a decode instance (or the mean of all) with the request in its batch."""
+
+    tbt_seconds: float
+    room: float = 0.0
+    """KV pages, or slots, over what there is of them; the larger share."""
+
+    def over(self, tbt: float | None) -> float:
+        """1: exactly at its limits."""
+        return max(self.room, self.tbt_seconds / tbt if tbt is not None else 0.0)
+
+
 class Prediction(Struct, frozen=True):
     """What the chosen placement would give."""
 
     ttft_seconds: float
     """From arrival, time already waited included."""
-    tbt_seconds: float
-    decode_ends_in: float
-    """Until the decode instance has probably finished one of its requests."""
+    decode: DecodeLoad = DecodeLoad(0.0)
+    alone_seconds: float = 0.0
+    """Of `ttft_seconds`, what no waiting makes shorter."""
 
 
-def admit(policy: AdmissionPolicy, predicted: Prediction, slo: Slo) -> Refusal | None:
-    match policy:
-        case "none":
-            return None
-        case "early":
-            return admit_early(predicted, slo)
+class Margin(Struct, frozen=True):
+    """Shares of the limits that stay unused."""
+
+    ttft: float = 0.0
+    decode: float = 0.0
 
 
-def admit_early(predicted: Prediction, slo: Slo) -> Refusal | None:
-    """Refuses above a load of 1; exactly at its limit a request is taken."""
-    prefill = predicted.ttft_seconds / slo.ttft if slo.ttft is not None else 0.0
-    decode = predicted.tbt_seconds / slo.tbt if slo.tbt is not None else 0.0
+NO_MARGIN = Margin()
+
+
+FitsIn = Callable[[], float | None]
+"""Seconds until the decode instance could take it if nothing else arrived; None: not within sight."""
+
+
+def admit(predicted: Prediction, slo: Slo, fits_in: FitsIn, margin: Margin = NO_MARGIN) -> Refusal | None:
+    """Refuses where a load is above 1 less the margin; exactly at that a request is taken."""
+    prefill = predicted.ttft_seconds / slo.ttft / (1.0 - margin.ttft) if slo.ttft is not None else 0.0
+    decode = predicted.decode.over(slo.tbt) / (1.0 - margin.decode)
     if max(prefill, decode) <= 1.0:
         return None
+    wait = _wait(predicted, slo, fits_in, margin)
     if slo.ttft is not None and prefill >= decode:
         return Refusal(
             RejectReason.TTFT_SLO,
-            f"the first token is predicted after {predicted.ttft_seconds:.2f} s, the limit is {slo.ttft:g} s; "
-            "retry later, or allow a longer time to first token",
-            clamp_retry(predicted.ttft_seconds - slo.ttft),
+            f"the first token is predicted after {predicted.ttft_seconds:.2f} s, the limit is {slo.ttft:g} s"
+            f"{_below(margin.ttft)}; {_advice(wait, 'time to first token')}",
+            wait,
+        )
+    if slo.tbt is not None and predicted.decode.tbt_seconds / slo.tbt >= predicted.decode.room:
+        return Refusal(
+            RejectReason.TBT_SLO,
+            f"tokens are predicted {predicted.decode.tbt_seconds:.3f} s apart, the limit is {slo.tbt:g} s"
+            f"{_below(margin.decode)}; {_advice(wait, 'time between tokens')}",
+            wait,
         )
     return Refusal(
-        RejectReason.TBT_SLO,
-        f"tokens are predicted {predicted.tbt_seconds:.3f} s apart, the limit is {slo.tbt:g} s; "
-        "retry later, or allow a longer time between tokens",
-        clamp_retry(predicted.decode_ends_in),
+        RejectReason.KV_ROOM,
+        f"its decode instance would be {predicted.decode.room:.0%} full when it joins{_below(margin.decode)}; "
+        "retry later, or add a decode instance",
+        wait,
     )
+
+
+def _wait(predicted: Prediction, slo: Slo, fits_in: FitsIn, margin: Margin) -> float | None:
+    """Until both limits would be kept if nothing else arrived: a queue goes down by a second each second."""
+    late = 0.0
+    if slo.ttft is not None:
+        limit = slo.ttft * (1.0 - margin.ttft)
+        late = max(predicted.ttft_seconds - limit, 0.0)
+        if predicted.alone_seconds > limit:
+            return None
+    if predicted.decode.over(slo.tbt) <= 1.0 - margin.decode:
+        return clamp_retry(late)
+    fits = fits_in()
+    return None if fits is None else clamp_retry(max(late, fits))
+
+
+def _below(margin: float) -> str:
+    return f" less a margin of {margin:.0%}" if margin >= 0.005 else ""
+
+
+def _advice(wait: float | None, what: str) -> str:
+    return f"allow a longer {what}" if wait is None else f"retry later, or allow a longer {what}"
 
 
 def check_queue(waiting: int, bound: int, backlog_seconds: float) -> Refusal | None:

@@ -12,6 +12,7 @@ from moonpool.core.booking import book_decode, book_prefill, book_room
 from moonpool.core.cost import PrefillCost
 from moonpool.core.fleet import Fleet
 from moonpool.core.options import booked_pages, room_bytes
+from moonpool.core.outlook import Outlook
 from moonpool.core.placement import Choice, DecodeOption, FetchPlan, PrefillOption
 from moonpool.core.requests import Phase, Placement, Request, Requests
 from moonpool.core.settings import ConductorConfig
@@ -19,10 +20,13 @@ from moonpool.core.vocabulary import NodePeer, PartKind, Peer
 
 
 class Adoption:
-    def __init__(self, config: ConductorConfig, fleet: Fleet, requests: Requests, out: list[act.Action]) -> None:
+    def __init__(
+        self, config: ConductorConfig, fleet: Fleet, requests: Requests, outlook: Outlook, out: list[act.Action]
+    ) -> None:
         self._config = config
         self._fleet = fleet
         self._requests = requests
+        self._outlook = outlook
         self._out = out
 
     def placed_before(self, event: ev.PlacedBefore, now: float) -> bool:
@@ -39,9 +43,11 @@ class Adoption:
         placed = request.placement = self._placement(event, request, now)
         phase = _phase(event.tokens)
         book_decode(request, placed, self._fleet)
+        self._outlook.placed(request, placed, event.place.tbt_limit, now)
         decode = self._fleet.decode[placed.choice.decode.id]
         if phase is Phase.DECODING:
             decode.join(request.id)
+            self._outlook.joined(request, placed, now)
             request.joined_at = now
         else:
             book_room(request, placed, self._fleet)

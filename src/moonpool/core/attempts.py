@@ -19,6 +19,7 @@ from moonpool.core.endings import DEADLINE, GRACE_SECONDS, Endings
 from moonpool.core.fleet import Fleet
 from moonpool.core.gate import Gate
 from moonpool.core.options import Options, Wait, options_for
+from moonpool.core.outlook import Outlook
 from moonpool.core.pages import pages_for
 from moonpool.core.placement import Choice, place
 from moonpool.core.requests import AT_WORKERS, Phase, Placement, Request, Requests
@@ -38,8 +39,9 @@ class Attempts:
     ) -> None:
         self.requests = Requests(Classes(config.classes, config.slo))
         self.endings = Endings(config, fleet, self.requests, out)
-        self._adoption = Adoption(config, fleet, self.requests, out)
-        self._gate = Gate(config, fleet)
+        self._outlook = Outlook(fleet)
+        self._gate = Gate(config, fleet, self._outlook)
+        self._adoption = Adoption(config, fleet, self.requests, self._outlook, out)
         self.why = Why()
         self._config = config
         self._rng = np.random.Generator(np.random.PCG64(seed))
@@ -111,23 +113,26 @@ class Attempts:
             self._hold(request, "it failed before and waits a moment")
             return False
         config = self._config
-        found = options_for(request, self._fleet, self._directory, config, now)
-        if isinstance(found, Wait):
-            self.why.waits(request, found.reason, now)
-            refusal = self._gate.while_held(request, now)
-            if refusal is None:
-                self._hold(request, found.reason)
-                return True
-        elif isinstance(found, Refusal):
-            refusal = found
-        else:
+        room_now = not self._gate.judges_room(request)
+        found = options_for(request, self._fleet, self._directory, config, now, room_now)
+        answer: Refusal | Wait | None
+        if isinstance(found, Options):
             choice = place(config.placement, found.view, found.wanted, self._rng, config.threshold)
-            refusal = self._gate.at_placement(request, choice, now)
-            self.why.weighed(request, found, choice, refusal, now)
-            if refusal is None:
+            answer = self._gate.at_placement(request, found, choice, now)
+            self.why.weighed(request, found, choice, answer if isinstance(answer, Refusal) else None, now)
+            if answer is None:
                 self._reserve(request, found, choice, now)
                 return False
-        self.endings.reject(request, refusal, now)
+        else:
+            answer = found
+        if isinstance(answer, Wait):
+            self.why.waits(request, answer.reason, now)
+            refusal = self._gate.while_held(request, now)
+            if refusal is None:
+                self._hold(request, answer.reason)
+                return True
+            answer = refusal
+        self.endings.reject(request, answer, now)
         return False
 
     def _hold(self, request: Request, reason: str) -> None:
@@ -151,6 +156,7 @@ class Attempts:
         placed = Placement(choice, options.space, options.keys, options.pages, options.room_bytes, now)
         request.placement = placed
         book(request, placed, self._fleet, now)
+        self._outlook.placed(request, placed, request.limits.tbt, now)
         request.avoid = None
         self.requests.move(request, Phase.ROOM)
         tail = request.arrived.prompt_tokens % options.space.block_tokens
@@ -178,6 +184,8 @@ class Attempts:
         if plan is None and choice.fetch is not None:
             hit = choice.fetch.first
         ttft_left = self._gate.ttft_left(request, now)
+        # One that was accepted before is not thrown away for a limit.
+        tbt_limit = None if request.accepted or not self._gate.judges_room(request) else request.limits.tbt
         request.accepted = True
         self.requests.move(request, Phase.PREFILL)
         self._count_placed(placed, hit, plan.count if plan else 0)
@@ -200,6 +208,7 @@ class Attempts:
                 rank=request.priority.rank,
                 ttft_left=ttft_left,
                 compute_seconds=choice.prefill_seconds,
+                tbt_limit=tbt_limit,
             )
         )
 
@@ -268,6 +277,7 @@ class Attempts:
         self._note_computed(request, now)
         unbook_prefill(request, placed, self._fleet, now)
         self._fleet.decode[event.instance].join(request.id)
+        self._outlook.joined(request, placed, now)
         self.endings.freed(request, placed)
         request.joined_at = now
         self.requests.move(request, Phase.DECODING)
@@ -275,10 +285,14 @@ class Attempts:
     def decode_refused(self, event: ev.DecodeRefused, now: float) -> None:
         self._if_unknown(event, event.reason)
         found = self._at_decode(event.request, event.attempt, event.instance)
-        if found is not None:
-            request = found[0]
-            self.endings.fail(request, "decode-refused", event.reason, now, reporter=event.instance)
-            request.avoid = event.instance
+        if found is None:
+            return
+        request, placed = found
+        if event.limit:
+            self.endings.refuse_late(request, placed, self._gate.late(request, placed, event.reason, now), now)
+            return
+        self.endings.fail(request, "decode-refused", event.reason, now, reporter=event.instance)
+        request.avoid = event.instance
 
     def preempted(self, event: ev.Preempted, now: float) -> None:
         self._if_unknown(event, PREEMPTED)
@@ -301,8 +315,8 @@ class Attempts:
         self._note_computed(request, now)
         gateway = request.arrived.gateway
         self._out.append(act.ExpectEnd(event.request, event.attempt, gateway))
-        if request.phase is Phase.DECODING:
-            self._gate.decoded(now - request.joined_at)
+        decoded = now - request.joined_at if request.phase is Phase.DECODING else None
+        self._outlook.finished(request, placed, event.output_tokens, decoded)
         total = request.arrived.prompt_tokens - request.arrived.output_tokens + event.output_tokens
         self.endings.finish(request, placed, pages_for(total, placed.space.block_tokens), now)
 
@@ -317,8 +331,9 @@ class Attempts:
 
     def _note_computed(self, request: Request, now: float) -> None:
         """To be told before it leaves its phase, by whichever event comes first."""
-        if request.phase is Phase.PREFILL:
+        if request.phase is Phase.PREFILL and request.placement is not None:
             self._gate.computed(self.requests.waiting, now)
+            self._outlook.computed(request.placement, request.limits.ttft, now)
 
     # Late copies and copies of other attempts find nothing here
 

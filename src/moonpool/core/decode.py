@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
+from moonpool.core.cost import DecodeCost
 from moonpool.core.pages import PagePool, pages_for
 from moonpool.core.vocabulary import RequestId
 
@@ -31,6 +32,8 @@ class HandedOver(Struct, frozen=True):
     most_tokens: int
     rank: int = 0
     """Of its priority class: the smaller, the sooner; the largest gives way first."""
+    tbt_limit: float | None = None
+    """Seconds between tokens; where they could not be kept it is refused. None: it is taken."""
 
 
 class KvArrived(Struct, frozen=True):
@@ -119,7 +122,16 @@ class Refuse(Struct, frozen=True):
     request: RequestId
     attempt: int
     reason: str
+    limit: bool = False
+    """Because of its limit, or of that of others here."""
 
+
+LEAST_STEPS = 4
+"""Measurements before the cost model may refuse anybody."""
+PATIENCE_INTERVALS = 10
+"""So many limits a newcomer may wait for room: in an answer of a hundred tokens its slowest tenth holds that."""
+LEAVERS_SECONDS = 20.0
+"""Over which those that left are counted."""
 
 DecodeEvent = HandedOver | KvArrived | KvLoaded | Stepped | KvStored | Dropped | Stopped
 DecodeAction = LoadKv | Step | Drain | Refuse
@@ -140,15 +152,47 @@ class _Request:
     tokens: int
     rank: int
     serial: int
+    tbt_limit: float | None = None
     state: _State = _State.AWAITING
     pages: list[int] = field(default_factory=list)
     ending: Ending | None = None
     """Set while a step or load still touches the pages; it drains when that has ended."""
 
 
+@dataclass(slots=True)
+class Leavers:
+    """How fast requests leave and pages come free."""
+
+    requests: float = 0.0
+    """A second, of late."""
+    pages: float = 0.0
+    counted_at: float = 0.0
+
+    def observe(self, pages: int, now: float) -> None:
+        fading = self._fading(now)
+        self.requests = self.requests * fading + 1.0 / LEAVERS_SECONDS
+        self.pages = self.pages * fading + pages / LEAVERS_SECONDS
+        self.counted_at = now
+
+    def seconds(self, pages: int, requests: int, now: float) -> float:
+        """Until so many have come free; 0 as long as none has left yet: nothing is known then."""
+        fading = self._fading(now)
+        if not self.requests or not self.pages:
+            return 0.0
+        return max(pages / (self.pages * fading), requests / (self.requests * fading), 0.0)
+
+    def _fading(self, now: float) -> float:
+        return LEAVERS_SECONDS / (LEAVERS_SECONDS + max(now - self.counted_at, 0.0))
+
+
 class DecodeInstance:
-    def __init__(self, *, pages: int, block_tokens: int, slots: int, queue_bound: int) -> None:
+    def __init__(
+        self, *, pages: int, block_tokens: int, slots: int, queue_bound: int, cost: DecodeCost | None = None
+    ) -> None:
+        """`cost`: fed by the driver with measured steps; without it no step is too slow."""
         self.pool = PagePool(pages)
+        self._cost = cost
+        self._leavers = Leavers()
         self._block_tokens = block_tokens
         self._slots = slots
         self._queue_bound = queue_bound
@@ -175,11 +219,10 @@ class DecodeInstance:
         return min(len(r.pages) * self._block_tokens - r.tokens + 1 for r in self._stepping)
 
     def handle(self, event: DecodeEvent, now: float) -> tuple[DecodeAction, ...]:
-        del now
         actions: list[DecodeAction] = []
         match event:
             case HandedOver():
-                self._take(event, actions)
+                self._take(event, actions, now)
             case KvArrived():
                 if (r := self._find(event)) and r.state is _State.AWAITING:
                     r.state = _State.READY
@@ -193,6 +236,7 @@ class DecodeInstance:
             case KvStored():
                 if (r := self._find(event)) and r.state is _State.DRAINING:
                     self.pool.release(r.pages)
+                    self._leavers.observe(len(r.pages), now)
                     del self._requests[r.request]
             case Dropped():
                 self._end(self._find(event), Ending.DROPPED, actions)
@@ -206,7 +250,7 @@ class DecodeInstance:
         r = self._requests.get(event.request)
         return r if r is not None and r.attempt == event.attempt else None
 
-    def _take(self, event: HandedOver, actions: list[DecodeAction]) -> None:
+    def _take(self, event: HandedOver, actions: list[DecodeAction], now: float) -> None:
         known = self._requests.get(event.request)
         if known is not None:
             if known.attempt != event.attempt:
@@ -219,11 +263,31 @@ class DecodeInstance:
             )
         elif self.queued >= self._queue_bound:
             actions.append(Refuse(event.request, event.attempt, f"{self._queue_bound} requests wait here already"))
+        elif (reason := self._breaks_limit(event, now)) is not None:
+            actions.append(Refuse(event.request, event.attempt, reason, limit=True))
         else:
             self._serial += 1
             self._requests[event.request] = _Request(
-                event.request, event.attempt, event.tokens, event.rank, self._serial
+                event.request, event.attempt, event.tokens, event.rank, self._serial, event.tbt_limit
             )
+
+    def _breaks_limit(self, event: HandedOver, now: float) -> str | None:
+        """Why the newcomer's time between tokens could not be kept, or not that of those that are here with it."""
+        here = [r for r in self._requests.values() if r.state is not _State.DRAINING]
+        if event.tbt_limit is None or not here:
+            return None
+        limit = min([event.tbt_limit] + [r.tbt_limit for r in here if r.tbt_limit is not None])
+        batch, tokens = len(here) + 1, sum(r.tokens for r in here) + event.tokens
+        if self._cost is not None and self._cost.fit.observations >= LEAST_STEPS:
+            step = self._cost.seconds(batch, tokens)
+            if step > limit:
+                return f"a step would take {step:.3f} s with it, the limit is {limit:g} s"
+        needed = sum(pages_for(r.tokens, self._block_tokens) for r in here) + len(here)
+        lacking = needed + pages_for(event.tokens, self._block_tokens) - self.pool.count
+        wait = self._leavers.seconds(lacking, batch - self._slots, now)
+        if wait > PATIENCE_INTERVALS * event.tbt_limit:
+            return f"room for it is expected in {wait:.1f} s, its limit is {event.tbt_limit:g} s between tokens"
+        return None
 
     def _admit(self, actions: list[DecodeAction]) -> None:
         """Load what is ready while slots and pages last, leaving each running request a page to grow into."""

@@ -47,6 +47,15 @@ class Endings:
         self.send_reject(request.arrived, refusal)
         self._requests.end(request)
 
+    def refuse_late(self, request: Request, placed: Placement, refusal: Refusal, now: float) -> None:
+        """By its decode instance: what was prefilled for it is wasted."""
+        self.decisions.late_refusals += 1
+        cached = placed.choice.hit_blocks * placed.space.block_tokens
+        self.decisions.late_refused_tokens += request.arrived.prompt_tokens - cached
+        self.leave(request, now, reporter=placed.choice.decode.id)
+        self.send_reject(request.arrived, refusal)
+        self._requests.end(request)
+
     def send_reject(self, event: RequestArrived, refusal: Refusal) -> None:
         count(self.decisions.rejected, refusal.reason.value)
         reason, message, after = refusal.reason, refusal.message, refusal.retry_after

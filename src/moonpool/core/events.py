@@ -164,6 +164,8 @@ class DecodeRefused(Struct, frozen=True, tag=True):
     attempt: int
     instance: PartId
     reason: str
+    limit: bool = False
+    """Its limit, or that of others there, could not be kept: it is not placed again."""
 
 
 class Preempted(Struct, frozen=True, tag=True):

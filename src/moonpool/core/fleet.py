@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from moonpool.core.actions import FleetChanged, FleetPart
 from moonpool.core.cost import DecodeCost, PrefillCost
 from moonpool.core.events import Registered, Reported
+from moonpool.core.forecast import Ahead
 from moonpool.core.vocabulary import (
     BlockKey,
     Capacity,
@@ -133,6 +134,8 @@ class DecodeLoad:
     cost: DecodeCost
     assigned: dict[RequestId, Share] = field(default_factory=dict)
     """Changed by `assign`, `join` and `remove` only, which keep the sums over it."""
+    ahead: Ahead = field(default_factory=Ahead)
+    """What it will have to do."""
     pages_used: int = 0
     """By requests that have joined: the last report, moved on by what happened since."""
     strangers: int = 0
@@ -179,6 +182,7 @@ class DecodeLoad:
     def remove(self, request: RequestId, pages: int = 0) -> None:
         """`pages`: how many it held in the end, where that is known to be more than was booked."""
         share = self.assigned.pop(request, None)
+        self.ahead.leave(request)
         if share is None:
             return
         self._tokens -= share.tokens
@@ -200,6 +204,9 @@ class DecodeLoad:
         assert self._tokens == sum(share.tokens for share in shares)
         assert self._pages == sum(share.pages for share in shares)
         assert self._pages_to_join == sum(share.pages for share in shares if not share.joined)
+        assert self.ahead.joined.keys() == {id_ for id_, share in self.assigned.items() if share.joined}
+        assert self.ahead.coming.keys() == {id_ for id_, share in self.assigned.items() if not share.joined}
+        self.ahead.check_integrity()
 
 
 @dataclass(slots=True)

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from moonpool.core.admission import Prediction, Refusal, admit, check_queue
+from collections.abc import Callable
+
+from msgspec import structs
+
+from moonpool.core.admission import (
+    MOST_RETRY_SECONDS,
+    DecodeLoad,
+    Prediction,
+    Refusal,
+    admit,
+    check_queue,
+    clamp_retry,
+)
+from moonpool.core.cost import Fit
 from moonpool.core.events import RequestArrived
 from moonpool.core.fleet import Fleet
+from moonpool.core.options import Options, Wait
+from moonpool.core.outlook import Outlook
 from moonpool.core.placement import Choice
-from moonpool.core.requests import Request, Requests
+from moonpool.core.requests import Placement, Request, Requests
 from moonpool.core.settings import ConductorConfig
+from moonpool.core.vocabulary import RejectReason, Slo
 
-_FIRST_RESIDENCE_SECONDS = 10.0
-"""Of a request in the batch, before any was seen."""
-_WEIGHT = 0.1
+TRUSTED_OBSERVATIONS = 8
+"""After so many a fitted cost is believed in full."""
+PROBE_SECONDS = 60.0
+"""A prefill instance that had nothing to do for so long gets a request whatever its cost model says."""
 _LEAVING_WEIGHT = 0.02
 """Small: prompts that share a chunk leave together."""
 _PRIOR_LEAVERS = 8
@@ -21,19 +38,15 @@ _PRIOR_LEAVERS = 8
 class Gate:
     """A request that has been placed once is never refused here any more."""
 
-    def __init__(self, config: ConductorConfig, fleet: Fleet) -> None:
+    def __init__(self, config: ConductorConfig, fleet: Fleet, outlook: Outlook) -> None:
         self._config = config
         self._fleet = fleet
-        self._residence = _FIRST_RESIDENCE_SECONDS
+        self._outlook = outlook
         self._last_left: float | None = None
         """When a prompt had been computed last, if the queue was long then."""
         self._leavers = 0.0
         self._leaving_seconds = 0.0
         """Between so many that left a long queue; old ones fade."""
-
-    def decoded(self, seconds: float) -> None:
-        """A request was in the batch for this long; tells how soon the next one ends."""
-        self._residence += _WEIGHT * (seconds - self._residence)
 
     def computed(self, waiting: int, now: float) -> None:
         """A prompt has been computed, one of `waiting` requests; tells how fast a long queue goes down."""
@@ -63,20 +76,50 @@ class Gate:
         measured = requests.waiting * self._leaving_seconds / max(self._leavers, 1.0)
         return (1.0 - share) * backlog + share * measured
 
-    def at_placement(self, request: Request, choice: Choice, now: float) -> Refusal | None:
-        if request.accepted:
+    def judges_room(self, request: Request) -> bool:
+        """Whether room in the batch is a question of admission; else it must be there when a request is placed."""
+        return self._config.admission != "none" and request.limits.tbt is not None
+
+    def at_placement(self, request: Request, options: Options, choice: Choice, now: float) -> Refusal | Wait | None:
+        """One that has been placed before is never refused, but may have to wait."""
+        policy, slo = self._config.admission, request.limits
+        if policy == "none" or (request.accepted and policy != "forecast"):
             return None
-        ends_in = self._residence / max(self._fleet.decode[choice.decode.id].batch, 1)
-        ttft = now - request.first_arrived_at + choice.ttft_seconds
-        predicted = Prediction(ttft, choice.decode.tbt_seconds, ends_in)
-        return admit(self._config.admission, predicted, request.limits)
+        waited = now - request.first_arrived_at
+        predicted = Prediction(
+            waited + choice.ttft_seconds, alone_seconds=waited + choice.ttft_seconds - choice.prefill.queue_seconds
+        )
+        if policy == "forecast":
+            return self._forecast(request, options, choice, predicted, slo, now)
+        ledger, tokens = self._fleet.decode[choice.decode.id], request.arrived.prompt_tokens
+        joins_at = now if policy == "early" else now + choice.ttft_seconds
+        if slo.tbt is not None and policy != "baseline":
+            if policy == "early":
+                load = self._outlook.load_now(ledger, now, tokens, 1)
+            else:
+                ledgers = [self._fleet.decode[option.id] for option in options.view.decode]
+                load = self._outlook.mean_load(ledgers, tokens, joins_at, now)
+            predicted = structs.replace(predicted, decode=load)
+        return admit(predicted, slo, lambda: self._outlook.fits_in(ledger, tokens, joins_at, slo.tbt, 0.0, now))
+
+    def late(self, request: Request, placed: Placement, reason: str, now: float) -> Refusal:
+        """The decode instance does not take it after all."""
+        ledger, slo = self._fleet.decode[placed.choice.decode.id], request.limits
+        tokens = request.arrived.prompt_tokens
+        fits_in = self._outlook.fits_in(ledger, tokens, now + placed.choice.prefill_seconds, slo.tbt, 0.0, now)
+        return Refusal(
+            RejectReason.TBT_SLO,
+            f"{placed.choice.decode.id} refused it after its prefill: {reason}; "
+            "retry later, or allow a longer time between tokens",
+            clamp_retry(MOST_RETRY_SECONDS if fits_in is None else fits_in),
+        )
 
     def while_held(self, request: Request, now: float) -> Refusal | None:
         """One that cannot have its first token in time any more is told so at once."""
-        if request.accepted:
+        if request.accepted or self._config.admission == "none":
             return None
-        predicted = Prediction(now - request.first_arrived_at, 0.0, 0.0)
-        return admit(self._config.admission, predicted, request.limits)
+        waited = now - request.first_arrived_at
+        return admit(Prediction(waited, alone_seconds=waited), request.limits, lambda: None)
 
     def ttft_left(self, request: Request, now: float) -> float | None:
         """Seconds in which its first token must come; None where nobody refuses it any more for being late."""
@@ -84,3 +127,54 @@ class Gate:
         if request.accepted or limit is None or self._config.admission == "none":
             return None
         return request.first_arrived_at + limit - now
+
+    def _forecast(
+        self, request: Request, options: Options, choice: Choice, predicted: Prediction, slo: Slo, now: float
+    ) -> Refusal | Wait | None:
+        """The chosen instances at the time at which this very request will be there."""
+        outlook, margin = self._outlook, self._outlook.margin
+        ledger, tokens = self._fleet.decode[choice.decode.id], request.arrived.prompt_tokens
+        joins_at, late = now + choice.ttft_seconds, False
+        tbt = min([limit for limit in (slo.tbt, ledger.ahead.strictest()) if limit is not None], default=None)
+        if tbt is not None:
+            ready = joins_at + outlook.patience(request, options.keys, ledger, tbt * (1.0 - margin.decode))
+            load = outlook.load_at(ledger, ready, now, tokens, 1)
+            if ledger.ahead.last_coming > ready:
+                # Those that join after it must still find their place.
+                load = max(load, outlook.load_at(ledger, ledger.ahead.last_coming, now, tokens, 1), key=_by_load(tbt))
+            load = structs.replace(load, tbt_seconds=load.tbt_seconds * trust(ledger.cost.fit))
+            predicted = structs.replace(predicted, decode=load)
+            late = load.over(tbt) > 1.0 - margin.decode
+        if late and ledger.ahead.batch and (request.accepted or slo.tbt is None):
+            return Wait("its decode instance will be too busy when it joins")
+        if request.accepted:
+            return None
+        prefill = self._fleet.prefill[choice.prefill.id]
+        unsure = trust(prefill.cost.fit)
+        if not prefill.queue and now - prefill.head_since > PROBE_SECONDS:
+            # A gate that lets nothing through learns nothing, so an idle instance is tried now and then.
+            unsure = 0.0
+        waited = now - request.first_arrived_at
+        predicted = structs.replace(
+            predicted,
+            ttft_seconds=waited + unsure * choice.ttft_seconds,
+            alone_seconds=waited + unsure * (predicted.alone_seconds - waited),
+        )
+
+        def fits_in() -> float | None:
+            return outlook.fits_in(ledger, tokens, joins_at, tbt, margin.decode, now)
+
+        if late and (wait := fits_in()) is not None:
+            limit = request.deadline - request.first_arrived_at if slo.ttft is None else slo.ttft * (1.0 - margin.ttft)
+            if predicted.ttft_seconds + wait <= limit:
+                return Wait(f"its decode instance will have room in {wait:g} s")
+        return admit(predicted, Slo(slo.ttft, tbt if slo.tbt is not None else None), fits_in, margin)
+
+
+def trust(fit: Fit) -> float:
+    """How far a fitted time is believed, 0 to 1: a wrong one corrects itself only if requests are let through."""
+    return min(fit.observations / TRUSTED_OBSERVATIONS, 1.0)
+
+
+def _by_load(tbt: float) -> Callable[[DecodeLoad], float]:
+    return lambda load: load.over(tbt)

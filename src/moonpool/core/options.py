@@ -38,8 +38,9 @@ class Options(Struct, frozen=True):
 
 
 def options_for(
-    request: Request, fleet: Fleet, directory: Directory, config: ConductorConfig, now: float
+    request: Request, fleet: Fleet, directory: Directory, config: ConductorConfig, now: float, room_now: bool = True
 ) -> Options | Refusal | Wait:
+    """`room_now`: a decode instance must have room in its batch already."""
     model = request.arrived.model
     prefill = [p for p in fleet.prefill_for(model) if request.keys_in(p.space) is not None]
     decode = [d for d in fleet.decode_for(model) if request.keys_in(d.space) is not None]
@@ -51,7 +52,7 @@ def options_for(
         # A larger instance that just went away may come back; what was accepted is not thrown away before.
         lost = any(fleet.lost_recently(kind, model, now) for kind in (PartKind.PREFILL, PartKind.DECODE))
         return Wait(refusal.message) if request.accepted and lost else refusal
-    free_decode = [d for d in decode if _takes(d, fleet, request, config)]
+    free_decode = [d for d in decode if _takes(d, fleet, request, config, room_now)]
     if not free_decode:
         return Wait("no decode instance has room")
     free_prefill = [p for p in prefill if p.has_slot() and _fits(p, request.total_tokens)]
@@ -123,12 +124,12 @@ def _absent(
     return None
 
 
-def _takes(load: DecodeLoad, fleet: Fleet, request: Request, config: ConductorConfig) -> bool:
+def _takes(load: DecodeLoad, fleet: Fleet, request: Request, config: ConductorConfig, room_now: bool) -> bool:
     node = fleet.nodes[load.part.node_id]
     return (
         _fits(load, request.total_tokens)
         and node.has_room(room_bytes(load.space, request.arrived.prompt_tokens))
-        and load.has_room(booked_pages(request, load.space, config.output_share), config.batch_ahead)
+        and (not room_now or load.has_room(booked_pages(request, load.space, config.output_share), config.batch_ahead))
     )
 
 

@@ -88,6 +88,10 @@ class Decisions(Struct):
     cancelled: int = 0
     rejected: dict[str, int] = field(default_factory=dict)
     """By reason."""
+    late_refusals: int = 0
+    """Of `rejected`, by the decode instance: after their prefill."""
+    late_refused_tokens: int = 0
+    """That were prefilled for them, and for nothing."""
     resubmitted: dict[str, int] = field(default_factory=dict)
     """By cause: `prefill-failed`, `decode-refused`, `preempted`, `lost`."""
     room_refused: int = 0

@@ -14,6 +14,7 @@ from msgspec import Struct
 from moonpool.core import decode as core
 from moonpool.core.actions import Cancel
 from moonpool.core.blocks import extend_keys
+from moonpool.core.cost import DecodeCoefficients, DecodeCost
 from moonpool.core.events import DecodeJoined, DecodeRefused, DecodeStepped, Finished, Preempted, Reported
 from moonpool.core.vocabulary import PartId, PartKind, Peer, RequestId
 from moonpool.engine.engine import Draw, Engine, Row
@@ -87,11 +88,13 @@ class DecodeWorker:
         self._config = config
         self._engine = engine
         self._block = engine.space.block_tokens
+        self._cost = DecodeCost(DecodeCoefficients())
         self._instance = core.DecodeInstance(
             pages=engine.page_count,
             block_tokens=self._block,
             slots=config.max_batch,
             queue_bound=config.queue_bound,
+            cost=self._cost,
         )
         me = describe(link, PartKind.DECODE, engine, config.max_batch, config.served_model)
         self._life = WorkerLife(link, conductor, config.node, me, self._report, self._counters)
@@ -176,7 +179,7 @@ class DecodeWorker:
         if self._stopped.has(work.request, work.attempt):
             job.finish = "stop"
         most = work.prompt_tokens + work.sampling.max_tokens
-        self._feed(core.HandedOver(*job.id, len(job.tokens), most, work.place.rank))
+        self._feed(core.HandedOver(*job.id, len(job.tokens), most, work.place.rank, work.place.tbt_limit))
         if job.finish is not None:
             self._feed(core.Stopped(*job.id))
         elif self._jobs.get(work.request) is job:
@@ -223,8 +226,8 @@ class DecodeWorker:
                         self._life.spawn(self._drain(job, tokens, pages, ending))
                     else:
                         self._leave(job, ending)
-                case core.Refuse(request, _, reason):
-                    self._refuse(self._jobs.pop(request), reason)
+                case core.Refuse(request, _, reason, limit):
+                    self._refuse(self._jobs.pop(request), reason, limit)
 
     # ---- one request's way
 
@@ -324,6 +327,7 @@ class DecodeWorker:
         if now - self._told_steps >= REPORT_STEPS_SECONDS:
             self._told_steps = now
             context = sum(row.tokens for row in rows)
+            self._cost.observe(len(rows), context, seconds)
             self._life.tell(DecodeStepped(self._life.link.me.id, len(rows), context, seconds))
 
     async def _drain(self, job: _Job, tokens: int, pages: tuple[int, ...], ending: core.Ending) -> None:
@@ -359,8 +363,8 @@ class DecodeWorker:
         elif job.refusal is not None:
             self._refuse(job, job.refusal)
 
-    def _refuse(self, job: _Job, reason: str) -> None:
+    def _refuse(self, job: _Job, reason: str, limit: bool = False) -> None:
         self._totals.refused += 1
         self._ended.add(*job.id)
         log.warning("request %s: %s attempt %d refused: %s", job.work.label, *job.id, reason)
-        self._life.tell(DecodeRefused(*job.id, self._life.link.me.id, reason))
+        self._life.tell(DecodeRefused(*job.id, self._life.link.me.id, reason, limit))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moonpool.core.actions import Place
-from moonpool.core.cost import DecodeCoefficients
+from moonpool.core.cost import DecodeCoefficients, DecodeCost
 from moonpool.core.decode import (
     DecodeEvent,
     DecodeInstance,
@@ -90,11 +90,13 @@ class SimDecode:
         self._run: _Run | None = None
         self._runs = 0
         self._measured: DecodeStepped | None = None
+        self._cost = DecodeCost(profile.decode)
         self._instance = DecodeInstance(
             pages=profile.vram_tokens // profile.block_tokens,
             block_tokens=profile.block_tokens,
             slots=profile.slots,
             queue_bound=4 * profile.slots,
+            cost=self._cost,
         )
 
     @property
@@ -109,7 +111,7 @@ class SimDecode:
         """`tokens`: with the newest, whose KV is not there yet; the others' is at time `arrives`."""
         self._requests[request.id] = request
         most = tokens + request.output_tokens - request.output
-        self._feed(HandedOver(request.id, place.attempt, tokens, most, place.rank))
+        self._feed(HandedOver(request.id, place.attempt, tokens, most, place.rank, place.tbt_limit))
         attempt = place.attempt
         self._clock.at(arrives, lambda: self._feed(KvArrived(request.id, attempt)))
 
@@ -123,6 +125,7 @@ class SimDecode:
         self._tell(Reported(self.id, incarnation, instance.queued, instance.running, free, context))
         if self._measured is not None:
             self._tell(self._measured)
+            self._cost.observe(self._measured.batch, self._measured.context_tokens, self._measured.seconds)
             self._measured = None
 
     def _feed(self, event: DecodeEvent) -> None:
@@ -136,9 +139,9 @@ class SimDecode:
                     self._start(action)
                 case Drain():
                     self._drain(action)
-                case Refuse(request, attempt, reason):
+                case Refuse(request, attempt, reason, limit):
                     self._requests.pop(request, None)
-                    self._tell(DecodeRefused(request, attempt, self.id, reason))
+                    self._tell(DecodeRefused(request, attempt, self.id, reason, limit))
 
     def _load(self, request: RequestId, attempt: int) -> None:
         sim = self._requests[request]
