@@ -119,7 +119,7 @@ class Attempts:
         if isinstance(found, Options):
             choice = place(config.placement, found.view, found.wanted, self._rng, config.threshold)
             answer = self._gate.at_placement(request, found, choice, now)
-            self.why.weighed(request, found, choice, answer if isinstance(answer, Refusal) else None, now)
+            self.why.weighed(request, found, choice, answer, now)
             if answer is None:
                 self._reserve(request, found, choice, now)
                 return False
