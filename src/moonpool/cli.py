@@ -200,7 +200,7 @@ def simulate(
     prefill: Annotated[int, typer.Option(min=1, max=4096, help="Prefill instances.")] = 8,
     decode: Annotated[int, typer.Option(min=1, max=4096, help="Decode instances.")] = 8,
     placement: Annotated[str, typer.Option(help="Policies to compare, with commas between.")] = "algorithm-1",
-    admission: Annotated[str, typer.Option(help="Policies to compare, with commas between.")] = "early",
+    admission: Annotated[str, typer.Option(help="Policies to compare, with commas between.")] = "forecast",
     threshold: Annotated[float, typer.Option(min=1.0, help="Of algorithm-1, see the key fetch-threshold.")] = 1.0,
     ttft: Annotated[float | None, typer.Option(help="Limit on the time to first token, seconds.")] = None,
     tbt: Annotated[float | None, typer.Option(help="Limit on the time between tokens, seconds.")] = None,

@@ -97,7 +97,7 @@ class PlacementConfig(Struct, frozen=True):
     ] = 1.0
     admission: Annotated[
         AdmissionPolicy, Meta(description="what a request is refused by when a limit cannot be kept")
-    ] = "early"
+    ] = "forecast"
     queue_bound: Annotated[
         int, Meta(ge=1, le=1 << 20, description="most requests in the cluster before the next gets 429")
     ] = 256

@@ -527,7 +527,7 @@ def test_the_wait_follows_how_fast_a_long_queue_has_gone_down() -> None:
 
 
 def test_early_rejection_by_ttft_and_by_tbt() -> None:
-    d = desk(slo=Slo(ttft=2.0), decode=2)
+    d = desk(slo=Slo(ttft=2.0), decode=2, admission="early")
     d.place(arrival("a", tokens=800))
     (reject,) = d.tell(arrival("b", tokens=800))
     assert isinstance(reject, act.Reject)

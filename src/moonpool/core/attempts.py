@@ -93,13 +93,19 @@ class Attempts:
                 closed[model] = None
 
     def _serve(self, request: Request, now: float) -> None:
+        model, tokens, must_wait = request.arrived.model, 0, False
         for earlier in self.requests.held():
             if earlier.serial >= request.serial:
                 break
-            if earlier.arrived.model == request.arrived.model and self._keeps_turn(earlier, now):
-                self._hold(request, "others wait longer")
-                return
-        self._try(request, now)
+            if earlier.arrived.model == model:
+                tokens += earlier.arrived.prompt_tokens
+                must_wait = must_wait or self._keeps_turn(earlier, now)
+        if not must_wait:
+            self._try(request, now)
+        elif (refusal := self._gate.behind(request, tokens, now)) is not None:
+            self.endings.reject(request, refusal, now)
+        else:
+            self._hold(request, "others wait longer")
 
     def _keeps_turn(self, request: Request, now: float) -> bool:
         return now - request.held_since > self._config.hold_patience and request.not_before <= now

@@ -130,8 +130,7 @@ LEAST_STEPS = 4
 """Measurements before the cost model may refuse anybody."""
 PATIENCE_INTERVALS = 10
 """So many limits a newcomer may wait for room: in an answer of a hundred tokens its slowest tenth holds that."""
-LEAVERS_SECONDS = 20.0
-"""Over which those that left are counted."""
+_STAY_WEIGHT = 0.1
 
 DecodeEvent = HandedOver | KvArrived | KvLoaded | Stepped | KvStored | Dropped | Stopped
 DecodeAction = LoadKv | Step | Drain | Refuse
@@ -154,35 +153,11 @@ class _Request:
     serial: int
     tbt_limit: float | None = None
     state: _State = _State.AWAITING
+    since: float = 0.0
+    """When it got its pages."""
     pages: list[int] = field(default_factory=list)
     ending: Ending | None = None
     """Set while a step or load still touches the pages; it drains when that has ended."""
-
-
-@dataclass(slots=True)
-class Leavers:
-    """How fast requests leave and pages come free."""
-
-    requests: float = 0.0
-    """A second, of late."""
-    pages: float = 0.0
-    counted_at: float = 0.0
-
-    def observe(self, pages: int, now: float) -> None:
-        fading = self._fading(now)
-        self.requests = self.requests * fading + 1.0 / LEAVERS_SECONDS
-        self.pages = self.pages * fading + pages / LEAVERS_SECONDS
-        self.counted_at = now
-
-    def seconds(self, pages: int, requests: int, now: float) -> float:
-        """Until so many have come free; 0 as long as none has left yet: nothing is known then."""
-        fading = self._fading(now)
-        if not self.requests or not self.pages:
-            return 0.0
-        return max(pages / (self.pages * fading), requests / (self.requests * fading), 0.0)
-
-    def _fading(self, now: float) -> float:
-        return LEAVERS_SECONDS / (LEAVERS_SECONDS + max(now - self.counted_at, 0.0))
 
 
 class DecodeInstance:
@@ -192,7 +167,8 @@ class DecodeInstance:
         """`cost`: fed by the driver with measured steps; without it no step is too slow."""
         self.pool = PagePool(pages)
         self._cost = cost
-        self._leavers = Leavers()
+        self._stay: float | None = None
+        """Seconds that a request has its pages, of late."""
         self._block_tokens = block_tokens
         self._slots = slots
         self._queue_bound = queue_bound
@@ -222,7 +198,7 @@ class DecodeInstance:
         actions: list[DecodeAction] = []
         match event:
             case HandedOver():
-                self._take(event, actions, now)
+                self._take(event, actions)
             case KvArrived():
                 if (r := self._find(event)) and r.state is _State.AWAITING:
                     r.state = _State.READY
@@ -236,13 +212,13 @@ class DecodeInstance:
             case KvStored():
                 if (r := self._find(event)) and r.state is _State.DRAINING:
                     self.pool.release(r.pages)
-                    self._leavers.observe(len(r.pages), now)
+                    self._note_stay(now - r.since)
                     del self._requests[r.request]
             case Dropped():
                 self._end(self._find(event), Ending.DROPPED, actions)
             case Stopped():
                 self._end(self._find(event), Ending.FINISHED, actions)
-        self._admit(actions)
+        self._admit(actions, now)
         self._start_step(actions)
         return tuple(actions)
 
@@ -250,7 +226,7 @@ class DecodeInstance:
         r = self._requests.get(event.request)
         return r if r is not None and r.attempt == event.attempt else None
 
-    def _take(self, event: HandedOver, actions: list[DecodeAction], now: float) -> None:
+    def _take(self, event: HandedOver, actions: list[DecodeAction]) -> None:
         known = self._requests.get(event.request)
         if known is not None:
             if known.attempt != event.attempt:
@@ -263,7 +239,7 @@ class DecodeInstance:
             )
         elif self.queued >= self._queue_bound:
             actions.append(Refuse(event.request, event.attempt, f"{self._queue_bound} requests wait here already"))
-        elif (reason := self._breaks_limit(event, now)) is not None:
+        elif (reason := self._breaks_limit(event)) is not None:
             actions.append(Refuse(event.request, event.attempt, reason, limit=True))
         else:
             self._serial += 1
@@ -271,7 +247,7 @@ class DecodeInstance:
                 event.request, event.attempt, event.tokens, event.rank, self._serial, event.tbt_limit
             )
 
-    def _breaks_limit(self, event: HandedOver, now: float) -> str | None:
+    def _breaks_limit(self, event: HandedOver) -> str | None:
         """Why the newcomer's time between tokens could not be kept, or not that of those that are here with it."""
         here = [r for r in self._requests.values() if r.state is not _State.DRAINING]
         if event.tbt_limit is None or not here:
@@ -282,14 +258,28 @@ class DecodeInstance:
             step = self._cost.seconds(batch, tokens)
             if step > limit:
                 return f"a step would take {step:.3f} s with it, the limit is {limit:g} s"
-        needed = sum(pages_for(r.tokens, self._block_tokens) for r in here) + len(here)
-        lacking = needed + pages_for(event.tokens, self._block_tokens) - self.pool.count
-        wait = self._leavers.seconds(lacking, batch - self._slots, now)
+        wait = self._wait_for_room(here, event.tokens)
         if wait > PATIENCE_INTERVALS * event.tbt_limit:
             return f"room for it is expected in {wait:.1f} s, its limit is {event.tbt_limit:g} s between tokens"
         return None
 
-    def _admit(self, actions: list[DecodeAction]) -> None:
+    def _wait_for_room(self, here: list[_Request], tokens: int) -> float:
+        """Seconds until pages and a slot have come free for one more: in the time of a stay all of them do.
+
+        0 as long as nobody has left: nothing is known then.
+        """
+        if self._stay is None:
+            return 0.0
+        needed = sum(pages_for(r.tokens, self._block_tokens) for r in here) + len(here)
+        lacking = needed + pages_for(tokens, self._block_tokens) - self.pool.count
+        inside = [r for r in here if r.state in (_State.LOADING, _State.RUNNING)]
+        share = max(lacking / max(self.pool.used, 1), (len(here) + 1 - self._slots) / max(len(inside), 1), 0.0)
+        return self._stay * share
+
+    def _note_stay(self, seconds: float) -> None:
+        self._stay = seconds if self._stay is None else self._stay + _STAY_WEIGHT * (seconds - self._stay)
+
+    def _admit(self, actions: list[DecodeAction], now: float) -> None:
         """Load what is ready while slots and pages last, leaving each running request a page to grow into."""
         inside = sum(r.state in (_State.LOADING, _State.RUNNING) for r in self._requests.values())
         for r in self._requests.values():
@@ -300,6 +290,7 @@ class DecodeInstance:
                 return
             r.pages = self.pool.allocate(needed)
             r.state = _State.LOADING
+            r.since = now
             inside += 1
             actions.append(LoadKv(r.request, r.attempt, tuple(r.pages)))
 

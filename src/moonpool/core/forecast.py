@@ -19,7 +19,7 @@ BUCKET_SECONDS = 0.5
 BUCKETS = 256
 """What ends later is counted in the last one."""
 _RATE_SECONDS = 30.0
-"""Over which joins are counted, to guess those of requests that have not arrived yet."""
+"""Over which joins are counted, to tell how soon those that wait have their turn."""
 
 
 class Load(Struct, frozen=True):
@@ -108,9 +108,8 @@ class Ahead:
     _coming_tokens: int = 0
     _limits: dict[float, int] = field(default_factory=dict)
     """TBT limits, and how many requests have each."""
-    _joins: float = 0.0
-    """A second, of late, and the tokens they bring."""
     _join_tokens: float = 0.0
+    """A second, of late."""
     _counted_at: float = 0.0
     _leaving: Curve = field(default_factory=Curve)
     """The ends of those that have joined."""
@@ -142,7 +141,6 @@ class Ahead:
         self._joined_at += now
         _add(self._leaving, stay, 1)
         fading = _RATE_SECONDS / (_RATE_SECONDS + max(now - self._counted_at, 0.0))
-        self._joins = self._joins * fading + 1.0 / _RATE_SECONDS
         self._join_tokens = self._join_tokens * fading + stay.tokens / _RATE_SECONDS
         self._counted_at = now
 
@@ -172,6 +170,10 @@ class Ahead:
     def strictest(self) -> float | None:
         """The least TBT limit of all that are here or coming."""
         return min(self._limits, default=None)
+
+    def join_tokens(self, now: float) -> float:
+        """Tokens a second that joined of late."""
+        return self._join_tokens * _RATE_SECONDS / (_RATE_SECONDS + max(now - self._counted_at, 0.0))
 
     def now(self, step: float, now: float) -> Load:
         """Only what runs: what a look at the instance would show."""

@@ -114,6 +114,30 @@ class Gate:
             clamp_retry(MOST_RETRY_SECONDS if fits_in is None else fits_in),
         )
 
+    def behind(self, request: Request, tokens: int, now: float) -> Refusal | None:
+        """It would wait behind prompts of so many tokens for room in the decode pool: will its turn come in time?"""
+        slo, margin = request.limits, self._outlook.margin
+        ledgers = self._fleet.decode_for(request.arrived.model)
+        if (
+            request.accepted
+            or self._config.admission != "forecast"
+            or slo.ttft is None
+            or slo.tbt is None
+            or not ledgers
+        ):
+            return None
+        wait = tokens / max(sum([ledger.ahead.join_tokens(now) for ledger in ledgers]), 1.0)
+        waited = now - request.first_arrived_at
+        limit = slo.ttft * (1.0 - margin.ttft)
+        if waited + wait <= limit:
+            return None
+        return Refusal(
+            RejectReason.KV_ROOM,
+            f"prompts of {tokens} tokens wait for a decode instance already, its turn would come too late for a first "
+            f"token within {slo.ttft:g} s; retry later, or add a decode instance",
+            clamp_retry(waited + wait - limit),
+        )
+
     def while_held(self, request: Request, now: float) -> Refusal | None:
         """One that cannot have its first token in time any more is told so at once."""
         if request.accepted or self._config.admission == "none":

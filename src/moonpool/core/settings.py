@@ -15,7 +15,7 @@ class ConductorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Raises ValueError for a value that cannot work."""
 
     placement: PlacementPolicy = "algorithm-1"
-    admission: AdmissionPolicy = "early"
+    admission: AdmissionPolicy = "forecast"
     threshold: float = 1.0
     """algorithm-1: fetch where the pool's longest run is at least this many times an instance's own; 1 or more.
 
