@@ -94,7 +94,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     def start(self) -> None:
         self.arena = Arena(DRAM_PAGES * PAGE_BYTES)
-        self.ledger = Ledger(self.arena.extents, PartId("node-0"), Incarnation("1"))
+        self.ledger = Ledger(self.arena.extents, PartId("node-0"), Incarnation("1"), board=self.arena.board)
         directories = [self.folder / "0", self.folder / "1"]
         nbytes = SSD_PAGES * PAGE_BYTES
         self.disks = StillDisks(self.arena, self.ledger.shelf, directories, nbytes, open_slab=self.slab)

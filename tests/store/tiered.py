@@ -38,7 +38,7 @@ class Tiered:
     ) -> None:
         self.space = space
         self.arena = Arena(dram_blocks * BLOCK)
-        self.ledger = Ledger(self.arena.extents, PartId("node-0"), Incarnation("1"))
+        self.ledger = Ledger(self.arena.extents, PartId("node-0"), Incarnation("1"), board=self.arena.board)
         nbytes = ssd_blocks * BLOCK
         self.disks = Disks(
             self.arena, self.ledger.shelf, [directory], nbytes, stall_seconds, open_slab, is_restart, open_seconds

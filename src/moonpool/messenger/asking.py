@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import groupby
 
 from moonpool.errors import PoolError, TransferError
 from moonpool.messenger.channel import Channel, Header
@@ -33,7 +34,7 @@ GROUP_BYTES = 4 << 20
 def ask(channel: Channel, question: Question, until: float) -> Reply:
     """Raises PoolError where the node refuses."""
     channel.send_header(question, until)
-    reply = _heard(channel, until)
+    reply = _heard(channel, until, soon=True)
     if not isinstance(reply, Reply):
         raise TransferError(f"{type(reply).__name__} came as the answer to {type(question).__name__}")
     return reply
@@ -52,7 +53,7 @@ def get(
     each among those that come.
     """
     channel.send_header(request, until)
-    given = _heard(channel, until)
+    given = _heard(channel, until, soon=True)
     if not isinstance(given, Given) or len(given.marks) * 16 != len(request.keys):
         raise TransferError(f"{type(given).__name__} came as the answer to GetBlocks, or not one mark a key")
     sums, coming = unpack_sums(given.checksums), given.marks.count(YES)
@@ -61,19 +62,20 @@ def get(
     copies = unpack_sums(given.copies) or (0,) * coming
     if len(copies) != coming:
         raise TransferError(f"{coming} blocks with marks of {len(copies)} copies")
-    targets = place(given)
-    nbytes = request.runs * request.space.run_bytes
     came: list[int | None] = []
-    for position, pieces in enumerate(targets):
-        if pieces is None:
-            channel.skip(nbytes, until)
-            came.append(None)
+    for is_wanted, stretch in groupby(place(given), lambda pieces: pieces is not None):
+        if not is_wanted:
+            for _ in stretch:
+                channel.skip(request.runs * request.space.run_bytes, until)
+                came.append(None)
             continue
-        found = receive(channel, pieces, request.space.run_bytes, until)
-        is_good = found == list(sums[position * request.runs : (position + 1) * request.runs])
-        came.append(copies[position] if is_good else None)
-        if is_good:
-            landed(position, found)
+        wanted = [pieces for pieces in stretch if pieces is not None]
+        for found in receive(channel, wanted, request.space.run_bytes, until):
+            position = len(came)
+            is_good = found == list(sums[position * request.runs : (position + 1) * request.runs])
+            came.append(copies[position] if is_good else None)
+            if is_good:
+                landed(position, found)
     coming_next = iter(came)
     return [next(coming_next) if mark == YES else None for mark in given.marks]
 
@@ -100,14 +102,15 @@ def put(channel: Channel, request: PutBlocks, sources: Sequence[Sequence[Bytes]]
         sums += digests.checksums
     channel.send_all(group, until, more=True)
     channel.send_header(Checksums(pack_sums(sums)), until)
+    # No `soon`: to look for it would take a processor from the node, which has its books to write now.
     reply = _heard(channel, until)
     if not isinstance(reply, Marks) or len(reply.marks) * 16 != len(request.keys):
         raise TransferError(f"{type(reply).__name__} came as the answer to PutBlocks, or not one mark a key")
     return reply.marks
 
 
-def _heard(channel: Channel, until: float) -> Header:
-    header = channel.receive_header(until)
+def _heard(channel: Channel, until: float, soon: bool = False) -> Header:
+    header = channel.receive_header(until, soon=soon)
     if isinstance(header, Refused):
         raise PoolError(header.reason)
     return header

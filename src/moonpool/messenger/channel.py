@@ -30,6 +30,8 @@ MAX_BUFFERS = 1024
 """Of one system call (IOV_MAX)."""
 HASH_BYTES = 1 << 20
 """What is received before it is hashed, while the kernel takes in what comes next."""
+SPIN_SECONDS = 100e-6
+"""How long to look for a frame that comes at once: to sleep and be woken takes about as long."""
 HANDSHAKE_SECONDS = 5.0
 
 _MAGIC = b"moonpool data 1\n"
@@ -172,6 +174,24 @@ class Channel:
             raise ConnectionResetError("the peer closed the connection")
         return received
 
+    def receive_each(self, views: Sequence[memoryview], until: float) -> None:
+        """Fill them one behind the other, many small ones in one system call (at most MAX_BUFFERS of them)."""
+        group = list(views)
+        at = 0
+        while at < len(group):
+            self._wait_at_most(until, socket.SO_RCVTIMEO)
+            try:
+                received = self._socket.recvmsg_into(group[at:], 0, socket.MSG_WAITALL)[0]
+            except BlockingIOError:
+                continue
+            if not received:
+                raise ConnectionResetError("the peer closed the connection")
+            while at < len(group) and received >= len(group[at]):
+                received -= len(group[at])
+                at += 1
+            if received:
+                group[at] = group[at][received:]
+
     def skip(self, nbytes: int, until: float) -> None:
         """Receive bytes and throw them away."""
         if self._scratch is None:
@@ -187,12 +207,16 @@ class Channel:
             )
         self.send(_LENGTH.pack(len(data)) + data, until, more)
 
-    def receive_header(self, until: float, body_seconds: float | None = None) -> Header:
+    def receive_header(self, until: float, body_seconds: float | None = None, soon: bool = False) -> Header:
         """The next frame. With `body_seconds` the time between its first bytes and its last is limited to that.
+
+        `soon`: it probably comes at once, so look for it for SPIN_SECONDS before sleeping.
 
         Raises EOFError where the peer closed the connection between two frames, TransferError for what is no frame.
         """
-        received = self._receive(self._length, until)
+        received = self._receive_soon(self._length) if soon else None
+        if received is None:
+            received = self._receive(self._length, until)
         if not received:
             raise EOFError
         if body_seconds is not None:
@@ -230,6 +254,16 @@ class Channel:
                 return self._socket.recv_into(view, 0, flags)
             except BlockingIOError:
                 continue
+
+    def _receive_soon(self, view: memoryview) -> int | None:
+        """None where nothing has come by then."""
+        until = time.perf_counter() + SPIN_SECONDS
+        while True:
+            try:
+                return self._socket.recv_into(view, 0, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                if time.perf_counter() >= until:
+                    return None
 
     def _wait_at_most(self, until: float, which: int) -> None:
         seconds = until - time.monotonic()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 
 import xxhash
 
 from moonpool.errors import TransferError
-from moonpool.messenger.channel import Channel
+from moonpool.messenger.channel import MAX_BUFFERS, Channel
 from moonpool.messenger.digest import RunDigests
 from moonpool.messenger.questions import (
     DAMAGED,
@@ -34,6 +36,8 @@ LONGEST_SECONDS = 3600.0
 ANSWER_SECONDS = 30.0
 PIECE_BYTES = 1 << 20
 """Received, then summed up."""
+LANDED_TOGETHER = 64
+"""Blocks that become readable at once: the books are locked meanwhile."""
 Count = Callable[[str, int], None]
 
 
@@ -87,40 +91,67 @@ def take(channel: Channel, store: Store, request: PutBlocks, count: Count) -> No
 def _fill(channel: Channel, intake: Intake, request: PutBlocks, until: float, count: Count) -> bytes:
     space = request.space
     arrived: list[list[int] | None] = []
-    for target in intake.targets:
-        if target is None:
-            channel.skip(space.block_bytes, until)
-            arrived.append(None)
+    for is_wanted, targets in groupby(intake.targets, lambda target: target is not None):
+        if is_wanted:
+            wanted = [[target] for target in targets if target is not None]
+            arrived += receive(channel, wanted, space.run_bytes, until)
+            count("bytes_in", len(wanted) * space.block_bytes)
         else:
-            arrived.append(receive(channel, [target], space.run_bytes, until))
-            count("bytes_in", space.block_bytes)
+            for _ in targets:
+                channel.skip(space.block_bytes, until)
+                arrived.append(None)
     expected = _sums(channel, until)
     if len(expected) != len(arrived) * space.runs:
         raise TransferError(f"{len(arrived)} blocks of {space.runs} runs with {len(expected)} checksums")
     found = []
+    landed: list[tuple[int, list[int]]] = []
     for position, sums in enumerate(arrived):
         if sums is None:
             found.append(NO)
         elif sums == list(expected[position * space.runs : (position + 1) * space.runs]):
-            intake.landed(position, sums)
+            landed.append((position, sums))
             found.append(YES)
         else:
             count("checksum_failures", 1)
             log.warning("a block of key space %s arrived with a wrong checksum", space.id)
             found.append(DAMAGED)
+    for at in range(0, len(landed), LANDED_TOGETHER):
+        intake.landed(landed[at : at + LANDED_TOGETHER])
     return bytes(found)
 
 
-def receive(channel: Channel, pieces: Sequence[Bytes], run_bytes: int, until: float) -> list[int]:
-    """Whole runs into these pieces of memory; their checksums."""
-    digests = RunDigests(run_bytes)
-    for piece in pieces:
-        view = piece.data
-        while len(view):
-            received = channel.receive_some(view[:PIECE_BYTES], until)
-            digests.feed(view[:received])
-            view = view[received:]
-    return digests.checksums
+def receive(channel: Channel, blocks: Iterable[Sequence[Bytes]], run_bytes: int, until: float) -> Iterator[list[int]]:
+    """Blocks of whole runs into memory, each in pieces; of each its runs' checksums, as it is complete.
+
+    Many small ones come with one system call, and are summed up after it.
+    """
+    room = PIECE_BYTES
+    group: list[tuple[RunDigests, memoryview]] = []
+    under_way: deque[tuple[RunDigests, int]] = deque()
+    for pieces in blocks:
+        digests = RunDigests(run_bytes)
+        under_way.append((digests, sum(piece.nbytes for piece in pieces) // run_bytes))
+        for piece in pieces:
+            view = piece.data
+            while len(view):
+                part, view = view[:room], view[room:]
+                group.append((digests, part))
+                room -= len(part)
+                if not room or len(group) == MAX_BUFFERS:
+                    _receive_group(channel, group, until)
+                    room, group = PIECE_BYTES, []
+        while under_way and len(under_way[0][0].checksums) == under_way[0][1]:
+            yield under_way.popleft()[0].checksums
+    if group:
+        _receive_group(channel, group, until)
+    for digests, _ in under_way:
+        yield digests.checksums
+
+
+def _receive_group(channel: Channel, group: Sequence[tuple[RunDigests, memoryview]], until: float) -> None:
+    channel.receive_each([part for _, part in group], until)
+    for digests, part in group:
+        digests.feed(part)
 
 
 def _sums(channel: Channel, until: float) -> tuple[int, ...]:

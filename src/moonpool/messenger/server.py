@@ -22,6 +22,8 @@ IDLE_SECONDS = 120.0
 """Longer than the connecting side keeps an idle connection, so that it is the one to close it."""
 FRAME_SECONDS = 5.0
 """From a header's first byte to its last."""
+BUSY_SECONDS = 300e-6
+"""Who has asked again this soon probably does so once more: that is worth looking for before sleeping."""
 LONGEST_SECONDS = 3600.0
 CLOSE_SECONDS = 5.0
 
@@ -92,8 +94,9 @@ class TcpServer:
         try:
             admit(channel, self._key)
             is_admitted = True
+            is_busy = False
             while True:
-                self._answer(channel)
+                is_busy = self._answer(channel, is_busy) < BUSY_SECONDS
         except EOFError:
             log.debug("data connection from %s ended", peer)
         except (OSError, TransferError, PoolError) as e:
@@ -108,11 +111,14 @@ class TcpServer:
             with self._lock:
                 self._open.pop(channel, None)
 
-    def _answer(self, channel: Channel) -> None:
+    def _answer(self, channel: Channel, is_busy: bool) -> float:
+        """Seconds for which nothing was asked."""
+        idle_since = time.monotonic()
         try:
-            header = channel.receive_header(time.monotonic() + IDLE_SECONDS, FRAME_SECONDS)
+            header = channel.receive_header(idle_since + IDLE_SECONDS, FRAME_SECONDS, soon=is_busy)
         except TimeoutError:
             raise TransferError("silent too long") from None
+        idle = time.monotonic() - idle_since
         match header:
             case Write():
                 self._receive(channel, header)
@@ -126,6 +132,7 @@ class TcpServer:
                 giving.answer(channel, self._store, header)
             case _:
                 raise TransferError(f"{type(header).__name__} is no request")
+        return idle
 
     def _receive(self, channel: Channel, header: Write) -> None:
         until = time.monotonic() + min(header.time_left, LONGEST_SECONDS)

@@ -111,8 +111,8 @@ class Intake(Protocol):
         """One a key; None where the bytes are to be thrown away: the block is there already."""
         ...
 
-    def landed(self, position: int, checksums: Sequence[int]) -> None:
-        """The block for this key is all there and right."""
+    def landed(self, blocks: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """The blocks at these positions of `targets` are all there and right; with the checksums of their runs."""
         ...
 
     def close(self) -> None: ...

@@ -229,17 +229,17 @@ class Space:
     def get_into(
         self,
         key: BlockKey,
-        pieces: Sequence[Buffer],
+        pieces: Sequence[Buffer] | Buffer,
         layers: Layers | None = None,
         wait_until: float | None = None,
     ) -> bool:
-        """Copy a block into several buffers, one a layer for example. False for a miss: they may hold anything then."""
+        """Copy a block into one buffer, or several, one a layer for example. False: a miss; anything may be in them."""
         return self.get_into_many([key], [pieces], layers, wait_until)[0]
 
     def get_into_many(
         self,
         keys: Sequence[BlockKey],
-        pieces: Sequence[Sequence[Buffer]],
+        pieces: Sequence[Sequence[Buffer] | Buffer],
         layers: Layers | None = None,
         wait_until: float | None = None,
     ) -> list[bool]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from moonpool.errors import ConfigError
 from moonpool.messenger.transfer import Bytes
+from moonpool.store.board import Board
 from moonpool.store.extents import PAGE_BYTES, Extents
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -39,6 +40,7 @@ class Arena:
             raise ConfigError(f"an arena of {nbytes} bytes is too small: at least {PAGE_BYTES} (--dram)")
         if not self._take_huge(nbytes):
             self._take(nbytes)
+        self.board = Board(self.size)
 
     def _take_huge(self, nbytes: int) -> bool:
         """From the pages that were set aside for such use. False where they do not suffice."""
@@ -97,6 +99,7 @@ class Arena:
     def close(self) -> None:
         """Let go of the memory; it is freed when the last view of it is gone, here and in the clients."""
         os.close(self.fd)
+        self.board.close()
         self.memory = np.empty(0, np.uint8)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from moonpool.core.eviction import Eviction
 from moonpool.core.vocabulary import BlockKey, KeySpace, KeySpaceId, Tier
+from moonpool.store.board import Board
 from moonpool.store.extents import Extents, page_aligned
 
 Name = tuple[KeySpaceId, BlockKey]
@@ -74,6 +75,8 @@ class Blocks:
     extents: Extents
     on_change: Callable[[Change], None]
     eviction: Eviction[Name]
+    board: Board | None = None
+    """Where clients of this host see what is readable."""
     resident: dict[Name, Block] = field(default_factory=dict)
     places: dict[int, Name] = field(default_factory=dict)
     """The readable blocks by offset."""
@@ -149,6 +152,8 @@ class Blocks:
         pins = 1 + (block.name in self.pinned)
         self.eviction.add(block.name, page_aligned(block.nbytes), parent, block.index, pins=pins)
         block.resident = True
+        if self.board is not None:
+            self.board.show(*block.name, block.offset, block.nbytes)
         self.on_come(block.name)
         self.settle(block)
         self.on_change(Change(True, block.name))
@@ -173,6 +178,8 @@ class Blocks:
         """A block that is neither pinned nor being saved is readable no more."""
         self.eviction.remove(name)
         block = self.resident.pop(name)
+        if self.board is not None:
+            self.board.hide(*name)
         del self.places[block.offset]
         block.resident = False
         block.discarded = True
@@ -217,6 +224,8 @@ class Blocks:
         assert all(block.resident and block.is_complete and not block.discarded for block in self.resident.values())
         assert all(name in self.eviction for name in self.resident), "a readable block is unknown to eviction"
         assert len(self.eviction) == len(self.resident)
+        if self.board is not None:
+            self.board.check_integrity({name: (block.offset, block.nbytes) for name, block in self.resident.items()})
         assert self.places == {block.offset: name for name, block in self.resident.items()}
         assert all(block.transfers > 0 and block.discarded for block in self.lingering.values())
         assert self.filling == Counter(block.name for block in private if not block.settled)

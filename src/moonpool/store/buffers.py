@@ -36,8 +36,11 @@ def as_bytes(buffer: Buffer) -> Bytes:
         ) from None
 
 
-def as_pieces(buffers: Sequence[Buffer], nbytes: int, writable: bool = False) -> list[Bytes]:
+def as_pieces(buffers: Sequence[Buffer] | Buffer, nbytes: int, writable: bool = False) -> list[Bytes]:
     """Raises PoolError unless they have exactly so many bytes together (and can be written to)."""
+    if not isinstance(buffers, list | tuple):
+        # One buffer, whose elements would otherwise pass for buffers.
+        buffers = [buffers]
     pieces = [as_bytes(buffer) for buffer in buffers]
     total = sum(piece.nbytes for piece in pieces)
     if total != nbytes:

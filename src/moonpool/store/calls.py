@@ -78,6 +78,10 @@ class Caller:
         with contextlib.suppress(PoolError):
             self._send(frame(call))
 
+    def is_quiet(self) -> bool:
+        """Whether the node is there and has said nothing that was not heard yet."""
+        return not (self._gone or self._poll.poll(0))
+
     def close(self) -> None:
         """Calls that run fail at once."""
         self._lose("this client was closed")

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from moonpool.core.vocabulary import BlockKey, Incarnation, KeySpace, NodePeer, 
 from moonpool.errors import PoolError
 from moonpool.messenger.transfer import Bytes
 from moonpool.store.arena import map_arena
+from moonpool.store.board import BoardView
 from moonpool.store.messages import (
     PROTOCOL,
     Answer,
@@ -92,7 +94,8 @@ class NodeClient:
         self._serials = count(1)
         self._closed = False
         self._gone = False
-        self.node, self.node_incarnation, self.arena = enter(sock, self._frames, name, incarnation)
+        entrance = enter(sock, self._frames, name, incarnation)
+        self.node, self.node_incarnation, self.arena = entrance.node, entrance.incarnation, entrance.arena
         # Only sends are limited: a node that takes nothing for so long is as good as gone. The reader waits for ever.
         sock.settimeout(None)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(SEND_SECONDS), 0))
@@ -303,10 +306,16 @@ def open_socket(path: str | Path, name: str, until: float) -> socket.socket:
             raise PoolError(f"the node at {path} did not let {name} in: {e}") from None
 
 
-def enter(
-    sock: socket.socket, frames: Frames[Answer], name: str, incarnation: str
-) -> tuple[PartId, Incarnation, Bytes]:
-    """Hello and Welcome: the node's id, its incarnation, and its arena. Raises OSError or PoolError."""
+@dataclass(frozen=True, slots=True)
+class Entrance:
+    node: PartId
+    incarnation: Incarnation
+    arena: Bytes
+    board: BoardView
+
+
+def enter(sock: socket.socket, frames: Frames[Answer], name: str, incarnation: str) -> Entrance:
+    """Hello and Welcome. Raises OSError or PoolError."""
     process, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if user != os.geteuid():
         raise PoolError(f"process {process}, which listens there, belongs to user {user}, not to {os.geteuid()}")
@@ -315,15 +324,21 @@ def enter(
     try:
         answers: list[Answer] = []
         while not answers:
-            data, received, _, _ = socket.recv_fds(sock, RECEIVE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            data, received, _, _ = socket.recv_fds(sock, RECEIVE_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
             descriptors += received
             if not data:
                 raise PoolError("it closed the connection")
             answers = frames.feed(data)
         welcome = answers[0]
-        if not isinstance(welcome, Welcome) or not descriptors:
-            raise PoolError("it did not answer Hello with its arena")
-        return welcome.node, welcome.incarnation, map_arena(descriptors[0], welcome.arena_bytes)
+        if not isinstance(welcome, Welcome) or len(descriptors) != 2:
+            raise PoolError("it did not answer Hello with its arena and its board")
+        arena, board = descriptors
+        return Entrance(
+            welcome.node,
+            welcome.incarnation,
+            map_arena(arena, welcome.arena_bytes),
+            BoardView(board, welcome.board_entries),
+        )
     finally:
         for descriptor in descriptors:
             os.close(descriptor)

@@ -10,6 +10,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
+from moonpool.messenger.transfer import Bytes
+
 Work = Callable[[], None]
 """One piece of a copy. Pieces do not depend on each other."""
 
@@ -18,6 +22,22 @@ PIECE_BYTES = 128 << 10
 MOST_PIECE_BYTES = 1 << 20
 ALONE_BYTES = 4 << 20
 """Less than this is done before a thread that sleeps is awake."""
+
+SMALL_BYTES = 512 << 10
+_ZERO = np.uint8(0)
+
+
+def copy(target: Bytes, source: Bytes) -> None:
+    """Between arrays of one size.
+
+    Up to some hundred KiB the C library copies with an instruction of the processor's that some take four times as
+    long for where the two do not begin at the same place in a cache line; and a large numpy array begins 16 bytes into
+    a page, a block with it. numpy's own loops do not mind.
+    """
+    if source.nbytes < SMALL_BYTES:
+        np.bitwise_or(source, _ZERO, out=target)
+    else:
+        np.copyto(target, source)
 
 
 def piece_bytes(nbytes: int) -> int:

@@ -182,8 +182,9 @@ class RoomIntake:
             for block in room.blocks
         ]
 
-    def landed(self, position: int, checksums: Sequence[int]) -> None:
-        self._ledger.complete(self._owner, self._room.id, [(position, 0, self._room.space.runs)], checksums)
+    def landed(self, blocks: Sequence[tuple[int, Sequence[int]]]) -> None:
+        runs = [(position, 0, self._room.space.runs) for position, _ in blocks]
+        self._ledger.complete(self._owner, self._room.id, runs, [value for _, sums in blocks for value in sums])
 
     def close(self) -> None:
         self._ledger.close(self._owner, self._room.id)

@@ -39,7 +39,7 @@ CONNECTIONS = 16
 for as long, and whatever it waits for may be this client's own next call."""
 LANES = 2
 """Over which one large transfer is spread."""
-SPREAD_BYTES = 2 << 20
+SPREAD_BYTES = 4 << 20
 IDLE_SECONDS = 60.0
 """The node closes a connection that was idle for longer than that."""
 SLACK_SECONDS = 5.0

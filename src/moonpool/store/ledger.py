@@ -28,6 +28,7 @@ from moonpool.core.vocabulary import (
 from moonpool.errors import PoolError
 from moonpool.store.announcements import Announcements
 from moonpool.store.blocks import Block, Blocks
+from moonpool.store.board import Board
 from moonpool.store.catalogue import Catalogue
 from moonpool.store.extents import Extents, page_aligned
 from moonpool.store.overdue import Holding, Kind
@@ -70,11 +71,12 @@ class Ledger:
         on_pending: Callable[[], None] = lambda: None,
         on_room_ended: Callable[[ClientId, RoomId], None] = lambda client, room: None,
         eviction: EvictionPolicy = "lru",
+        board: Board | None = None,
     ) -> None:
         """`on_room_ended`: a hand-over room ended while this client was a writer of it."""
         self._lock = threading.Condition(threading.RLock())
         self._announcements = Announcements(node, incarnation, on_pending)
-        self._blocks = Blocks(extents, self._announcements.note, Eviction(eviction))
+        self._blocks = Blocks(extents, self._announcements.note, Eviction(eviction), board)
         self.shelf = Shelf(self._lock, self._blocks, self._announcements.note)
         self.pins = Pins(self._lock, self._blocks, self.shelf)
         self.watches = Watches(self._lock, self._blocks)
@@ -112,6 +114,13 @@ class Ledger:
             self._check_quota(client, blocks)
             self._count_hits(len(keys), len(blocks))
             return self._lease(client, blocks), found
+
+    def touch(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> None:
+        """A client has read these where they lay, without a lease."""
+        with self._lock:
+            found = [(space, key) for key in keys if (space, key) in self._blocks.resident]
+            self._blocks.eviction.touch(found)
+            self._count_hits(len(keys), len(keys))
 
     def lease_remote(self, client: ClientId, space: KeySpaceId, keys: Sequence[BlockKey]) -> Lease:
         """The leading ones for another node, which need not know what this node's blocks look like."""

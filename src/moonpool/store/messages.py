@@ -12,7 +12,7 @@ from typing import Annotated, Final, Generic, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from moonpool.core.vocabulary import BlockKey, BlockMeta, Incarnation, KeySpace, NodePeer, PartId, RequestId
+from moonpool.core.vocabulary import BlockKey, BlockMeta, Incarnation, KeySpace, KeySpaceId, NodePeer, PartId, RequestId
 from moonpool.errors import PoolError
 from moonpool.messenger.questions import Question, Reply, Seconds
 from moonpool.messenger.transfer import TAIL
@@ -87,6 +87,14 @@ class Release(Struct, frozen=True, tag=True):
     lease: int
 
 
+class Touch(Struct, frozen=True, tag=True):
+    """One-way: these blocks were found on the board and read."""
+
+    space: KeySpaceId
+    keys: bytes
+    """Packed."""
+
+
 class Measure(Struct, frozen=True, tag=True):
     serial: int
 
@@ -131,11 +139,12 @@ class Commit(Struct, frozen=True, tag=True):
 
 
 class Welcome(Struct, frozen=True, tag=True):
-    """The answer to `Hello`; the arena's descriptor comes with it."""
+    """The answer to `Hello`; the descriptors of the arena and of its board come with it."""
 
     node: PartId
     incarnation: Incarnation
     arena_bytes: int
+    board_entries: int
 
 
 class Leased(Struct, frozen=True, tag=True):
@@ -220,6 +229,7 @@ Call = (
     | AwaitRoom
     | CloseRoom
     | Release
+    | Touch
     | Measure
     | Audit
     | Ask

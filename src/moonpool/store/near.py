@@ -9,16 +9,26 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
-from moonpool.core.vocabulary import BlockKey, BlockMeta, KeySpace
+from moonpool.core.vocabulary import BLOCK_KEY_BYTES, BlockKey, BlockMeta, KeySpace
 from moonpool.errors import PoolError
 from moonpool.messenger.digest import RunDigests
-from moonpool.messenger.questions import Enter, Entered, Question, Refused, Reply, pack_sums, packed
+from moonpool.messenger.questions import (
+    YES,
+    Enter,
+    Entered,
+    Exists,
+    Marks,
+    Question,
+    Refused,
+    Reply,
+    pack_sums,
+    packed,
+    unpacked,
+)
 from moonpool.messenger.transfer import Bytes
 from moonpool.store.calls import Caller
 from moonpool.store.client import enter, open_socket
-from moonpool.store.copying import Crew, Work, piece_bytes
+from moonpool.store.copying import Crew, Work, copy, piece_bytes
 from moonpool.store.home import Held, Layers, Wait
 from moonpool.store.messages import (
     Answer,
@@ -33,6 +43,7 @@ from moonpool.store.messages import (
     Told,
     answer_frames,
 )
+from moonpool.store.sights import Sights
 
 PIECE_BYTES = 256 << 10
 """Copied, then summed up while it is in the processor's cache."""
@@ -51,19 +62,24 @@ class NearHome:
         sock = open_socket(path, name, time.monotonic() + timeout)
         frames = answer_frames()
         try:
-            self.node, _, self._arena = enter(sock, frames, name, secrets.token_hex(4))
+            entrance = enter(sock, frames, name, secrets.token_hex(4))
         except (OSError, PoolError) as e:
             sock.close()
             raise PoolError(f"the node at {path} did not let {name} in: {e}") from None
+        self.node, self._arena = entrance.node, entrance.arena
         self._readable = self._arena.view()
         self._readable.flags.writeable = False
         self._crew = Crew()
         self._caller = Caller(sock, frames, self.node, self._dispose)
+        self._sights = Sights(entrance.board, self._caller)
         entered = self.ask(Enter())
         assert isinstance(entered, Entered)
         self.batch_bytes = entered.batch_bytes
 
     def ask(self, question: Question) -> Reply:
+        if isinstance(question, Exists) and self._sights.holds_all(question.space, unpacked(question.keys)):
+            return Marks(bytes([YES]) * (len(question.keys) // BLOCK_KEY_BYTES))
+        self._sights.report()
         answer = self._caller.call(lambda serial: Ask(serial, question), self._timeout + SLACK_SECONDS)
         assert isinstance(answer, Told)
         if isinstance(answer.reply, Refused):
@@ -105,9 +121,7 @@ class NearHome:
         )
         assert isinstance(answer, LeasedEach)
         offsets = struct.unpack(f"<{len(keys)}q", answer.offsets)
-        start, nbytes = layers[0] * space.run_bytes, layers[1] * space.run_bytes
-        memory = self._readable
-        views = [None if at < 0 else memory[at + start : at + start + nbytes] for at in offsets]
+        views = [None if at < 0 else self._view(space, at, layers) for at in offsets]
         return Held(views, lambda: self._caller.post(Release(answer.lease)))
 
     def get_into(
@@ -118,19 +132,33 @@ class NearHome:
         layers: Layers,
         wait: Wait,
     ) -> list[bool]:
+        seen = self._sights.find(space, keys)
+        if seen is not None:
+            self._copy([self._view(space, sighting.offset, layers) for sighting in seen], targets)
+            if self._sights.have_stayed(space, keys, seen):
+                return [True] * len(keys)
         held = self.get(space, keys, layers, wait)
         try:
             pairs = [(view, pieces) for view, pieces in zip(held.views, targets, strict=True) if view is not None]
-            nbytes = len(pairs) * layers[1] * space.run_bytes
-            cut = piece_bytes(nbytes)
-            self._crew.run([work for view, pieces in pairs for work in _spreading(view, pieces, cut)], nbytes)
+            self._copy([view for view, _ in pairs], [pieces for _, pieces in pairs])
         finally:
             held.close()
         return [view is not None for view in held.views]
 
     def close(self) -> None:
+        self._sights.report()
         self._caller.close()
         self._crew.close()
+
+    def _view(self, space: KeySpace, offset: int, layers: Layers) -> Bytes:
+        start = offset + layers[0] * space.run_bytes
+        return self._readable[start : start + layers[1] * space.run_bytes]
+
+    def _copy(self, views: Sequence[Bytes], targets: Sequence[Sequence[Bytes]]) -> None:
+        nbytes = sum(view.nbytes for view in views)
+        cut = piece_bytes(nbytes)
+        pairs = zip(views, targets, strict=True)
+        self._crew.run([work for view, pieces in pairs for work in _spreading(view, pieces, cut)], nbytes)
 
     def _fill(self, blocks: Sequence[tuple[Bytes, Sequence[Bytes]]], space: KeySpace) -> list[int]:
         """Copy into blocks what is to be theirs; the checksums of their runs, block after block."""
@@ -169,7 +197,7 @@ def _fill(block: Bytes, pieces: Sequence[Bytes], run_bytes: int) -> list[int]:
         for at in range(0, piece.nbytes, PIECE_BYTES):
             part = piece[at : at + PIECE_BYTES]
             target = block[written : written + part.nbytes]
-            np.copyto(target, part)
+            copy(target, part)
             digests.feed(target.data)
             written += part.nbytes
     return digests.checksums
@@ -181,5 +209,5 @@ def _spreading(view: Bytes, pieces: Sequence[Bytes], cut: int) -> Iterator[Work]
     for piece in pieces:
         for start in range(0, piece.nbytes, cut):
             part = piece[start : start + cut]
-            yield partial(np.copyto, part, view[at + start : at + start + part.nbytes])
+            yield partial(copy, part, view[at + start : at + start + part.nbytes])
         at += piece.nbytes

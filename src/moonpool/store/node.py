@@ -138,7 +138,7 @@ async def run_node(
         stack.callback(exchange.close)
         fetcher = Fetcher(arena, node.ledger, loader, messenger, data.address)
         node.orders = Orders(gatherer, desk, node.ledger.shelf)
-        welcome = Welcome(link.me.id, link.me.incarnation, arena.size)
+        welcome = Welcome(link.me.id, link.me.incarnation, arena.size, arena.board.entries)
         node.data = data
         rules = HoldingRules(config.lease_seconds, config.grace, quota, config.life_fd)
         node.clients = LocalServer(listener, welcome, arena, node.ledger, loader, fetcher, desk, node.counters, rules)
@@ -202,7 +202,13 @@ class _Node:
         self._is_pending = False
         self._loads: set[asyncio.Task[None]] = set()
         self.ledger = Ledger(
-            arena.extents, link.me.id, link.me.incarnation, self._on_pending, self._on_room_ended, eviction
+            arena.extents,
+            link.me.id,
+            link.me.incarnation,
+            self._on_pending,
+            self._on_room_ended,
+            eviction,
+            arena.board,
         )
 
     async def run(self) -> None:

@@ -53,6 +53,7 @@ from moonpool.store.messages import (
     RoomOpened,
     RoomReady,
     Told,
+    Touch,
     Welcome,
     call_frames,
     frame,
@@ -203,7 +204,7 @@ class Session:
             raise PoolError(f"it speaks version {hello.protocol} of the node's protocol, this node {PROTOCOL}")
         self.name = f"client {hello.name} ({hello.incarnation})"
         # A fresh socket takes this much without waiting; sendmsg is the one call that passes descriptors.
-        socket.send_fds(self._socket, [frame(self._welcome)], [self._arena.fd])
+        socket.send_fds(self._socket, [frame(self._welcome)], [self._arena.fd, self._arena.board.fd])
         self._is_greeted = True
         log.info("%s joined", self.name)
 
@@ -224,6 +225,8 @@ class Session:
                 self._ledger.close(self._client, RoomId(call.room))
             case Release():
                 self._ledger.release(self._client, LeaseId(call.lease))
+            case Touch():
+                self._ledger.touch(call.space, unpacked(call.keys))
             case AwaitRoom():
                 self._start(call.serial, self._await_room(call))
             case LeaseBlocks() if self._loader.is_needed(call.space.id, call.keys):
