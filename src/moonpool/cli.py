@@ -199,7 +199,7 @@ def simulate(
     hardware: Annotated[str, typer.Option(help="A hardware profile, or a YAML file with one.")] = "a800-llama2-70b",
     prefill: Annotated[int, typer.Option(min=1, max=4096, help="Prefill instances.")] = 8,
     decode: Annotated[int, typer.Option(min=1, max=4096, help="Decode instances.")] = 8,
-    placement: Annotated[str, typer.Option(help="Policies to compare, with commas between.")] = "algorithm-1",
+    placement: Annotated[str, typer.Option(help="Policies to compare, with commas between.")] = "kvcache-centric",
     admission: Annotated[str, typer.Option(help="Policies to compare, with commas between.")] = "forecast",
     threshold: Annotated[float, typer.Option(min=1.0, help="Of algorithm-1, see the key fetch-threshold.")] = 1.0,
     ttft: Annotated[float | None, typer.Option(help="Limit on the time to first token, seconds.")] = None,
@@ -425,7 +425,7 @@ def _rules(config: Config) -> ConductorConfig:
     from moonpool.core.settings import ConductorConfig
 
     return ConductorConfig(
-        placement=config.placement.policy,
+        placement=config.placement.placement,
         threshold=config.placement.fetch_threshold,
         admission=config.placement.admission,
         slo=Slo(config.placement.slo_ttft, config.placement.slo_tbt),

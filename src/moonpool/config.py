@@ -87,10 +87,10 @@ class PlacementConfig(Struct, frozen=True):
         tuple[PriorityClass, ...],
         Meta(description="priority classes: a list, or a YAML file with one (docs/operations.md)"),
     ] = ()
-    policy: Annotated[
-        Literal["random", "load-balance", "cache-aware", "algorithm-1"],
+    placement: Annotated[
+        Literal["kvcache-centric", "algorithm-1", "cache-aware", "load-balance", "random", "lmetric", "dynamo"],
         Meta(description="how prefill and decode instances are chosen"),
-    ] = "algorithm-1"
+    ] = "kvcache-centric"
     fetch_threshold: Annotated[
         float,
         Meta(ge=1, le=1e6, description="algorithm-1 fetches a prefix that is this many times longer elsewhere"),

@@ -102,7 +102,7 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
         ("dram-per-node: 1 Gib", "dram-per-node '1 Gib': must be a size"),
         ("slo-tbt: 0", "slo-tbt 0: must be a duration like 30s or 200ms, above 0"),
         ("slo-tbt: fast", "slo-tbt 'fast': must be a duration"),
-        ("policy: algoritm-1", "did you mean `algorithm-1`?"),
+        ("placement: algoritm-1", "did you mean `algorithm-1`?"),
         ("eviction: lifo", "eviction 'lifo': must be one of length-aware, lfu, lru"),
         ("log-level: INFO", "must be one of debug, error, info, warning"),
         ("log-json: perhaps", "log-json 'perhaps': must be true or false"),
@@ -159,7 +159,7 @@ def test_units() -> None:
 @settings(deadline=None)
 @given(st.text(max_size=12))
 def test_any_text_as_a_value_is_taken_or_refused_in_one_line(text: str) -> None:
-    for key in ("dram-per-node", "slo-ttft", "port", "policy", "id"):
+    for key in ("dram-per-node", "slo-ttft", "port", "placement", "id"):
         try:
             read_config(None, {key: text})
         except ConfigError as e:

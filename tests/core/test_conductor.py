@@ -732,16 +732,31 @@ def test_blocks_that_are_being_computed_count_where_workers_wait_for_them(counte
     second = d.place(arrival("b", tokens=505, family="f"))
     assert (second.prefill.id == first.prefill.id) == counted
     assert second.hit_blocks == (31 if counted else 0)
+    assert second.awaits == (("a", 1) if counted else None)
+
+
+def test_who_is_cancelled_meanwhile_is_not_waited_for() -> None:
+    d = desk(prefill=1, decode=2)
+    first = d.place(arrival("a", tokens=500, family="f"))
+    (reserve,) = d.tell(arrival("b", tokens=505, family="f"))
+    d.tell(ev.RequestCancelled(first.request, "gone"))
+    assert isinstance(reserve, act.ReserveRoom)
+    (second,) = d.tell(d.confirm(reserve))
+    assert isinstance(second, act.Place)
+    assert (second.awaits, second.hit_blocks) == (None, 0)
 
 
 def test_a_source_that_is_sending_already_is_spared() -> None:
     d = desk(prefill=1, decode=1, nodes=3)
+    keys = sum((arrival("a", tokens=400, family=family).chains[0].keys for family in "fgh"), ())
     for i in (1, 2):
-        d.tell(stored(i, 1, arrival("a", tokens=400, family="f").chains[0].keys))
-    places = [d.place(arrival(name, tokens=400, family="f")) for name in "ab"]
+        d.tell(stored(i, 1, keys))
+    places = [d.place(arrival(name, tokens=400, family=name)) for name in "fg"]
     assert [p.fetch.source.id for p in places if p.fetch] == ["node-1", "node-2"]
-    d.tell(ev.PrefillDone(places[0].request, 1, P0, 25, 384, 0.0, 0.1))
-    third = d.place(arrival("c", tokens=100, family="f"))
+    for place in places:
+        d.tell(finished(place, place.prefill.id))
+    d.now += 30.0
+    third = d.place(arrival("h", tokens=400, family="h"))
     assert third.fetch is not None
     assert third.fetch.source.id == "node-1", "its fetch is over"
 

@@ -10,10 +10,11 @@ from tests.core.conductor_scene import GATEWAY, Odds, Scene, arrival, gateway, n
 from tests.soak import often
 
 from moonpool.core.conductor import ConductorConfig
+from moonpool.core.placement import PLACEMENT_POLICIES
 from moonpool.core.vocabulary import PartId, PartKind, RequestId, Slo
 
 ODDS = Odds(0.2, 0.05, 0.1, 0.1, 0.3, 0.1, 0.2)
-POLICIES = ("random", "load-balance", "cache-aware", "algorithm-1")
+POLICIES = PLACEMENT_POLICIES
 
 
 def small_cluster(seed: int, config: ConductorConfig, odds: Odds) -> Scene:

@@ -7,7 +7,7 @@ import pytest
 from msgspec import structs
 
 from moonpool.core.cost import PrefillCoefficients, PrefillCost, TransferCost
-from moonpool.core.placement import DecodeOption, PrefillOption, Source, View, Wanted, place
+from moonpool.core.placement import PLACEMENT_POLICIES, DecodeOption, PrefillOption, Source, View, Wanted, place
 from moonpool.core.vocabulary import PartId
 
 COST = PrefillCost(PrefillCoefficients(0.0, 0.01, 0.0))
@@ -16,20 +16,22 @@ WANTED = Wanted(tokens=161, block_tokens=16, block_bytes=1000)
 FAST = TransferCost(0.0, 1e9)
 
 
-def prefill(index: int, queue: float = 0.0, held: int = 0) -> PrefillOption:
-    return PrefillOption(PartId(f"prefill-{index}"), PartId(f"node-{index}"), queue, held, COST)
+def prefill(index: int, queue: float = 0.0, held: int = 0, **more: int) -> PrefillOption:
+    return PrefillOption(PartId(f"prefill-{index}"), PartId(f"node-{index}"), queue, held, COST, held, **more)
 
 
 def decode(index: int, tbt: float = 0.05, held: int = 0) -> DecodeOption:
     return DecodeOption(PartId(f"decode-{index}"), PartId(f"node-{index}"), tbt, held)
 
 
-def view(*options: PrefillOption, transfer: TransferCost = FAST, **more: tuple[int, int]) -> View:
-    """Sources are those nodes that hold something, and `node_X=(blocks, queued bytes)`."""
-    sources = [Source(p.node, p.held_blocks, 0) for p in options if p.held_blocks]
-    sources += [Source(PartId(name.replace("_", "-")), *given) for name, given in more.items()]
+def view(*options: PrefillOption, transfer: TransferCost = FAST, **more: tuple[int, float]) -> View:
+    """Sources are those nodes that hold something, and `node_X=(blocks, seconds until its link is free)`."""
+    sources = [Source(p.node, p.resident_blocks) for p in options if p.resident_blocks]
+    given = {PartId(name.replace("_", "-")): pair for name, pair in more.items()}
+    sources += [Source(node, blocks) for node, (blocks, _) in given.items()]
     sources.sort(key=lambda s: (-s.blocks, s.node))
-    return View(options, (decode(0), decode(1)), tuple(sources), transfer)
+    waits = {node: wait for node, (_, wait) in given.items() if wait}
+    return View(options, (decode(0), decode(1)), tuple(sources), transfer, waits)
 
 
 def choose(policy: str, seen: View, wanted: Wanted = WANTED, threshold: float = 2.0):  # type: ignore[no-untyped-def]
@@ -98,16 +100,16 @@ def test_algorithm_1_traps(held: int, best: int, threshold: float, fetches: bool
 
 
 def test_the_fetch_comes_from_the_source_that_sends_least() -> None:
-    choice = choose("algorithm-1", view(prefill(0), node_7=(10, 5000), node_8=(10, 10), node_9=(4, 0)))
+    choice = choose("algorithm-1", view(prefill(0), node_7=(10, 0.5), node_8=(10, 0.1), node_9=(4, 0)))
     assert choice.fetch is not None
     assert choice.fetch.source == "node-8"
 
 
-@pytest.mark.parametrize("policy", ["random", "load-balance", "cache-aware", "algorithm-1"])
+@pytest.mark.parametrize("policy", PLACEMENT_POLICIES)
 def test_one_token_stays_uncached(policy: str) -> None:
     exact = structs.replace(WANTED, tokens=160)
     assert choose(policy, view(prefill(0, held=10)), exact).hit_blocks == 9
-    if policy == "algorithm-1":
+    if policy in ("algorithm-1", "kvcache-centric"):
         fetched = choose(policy, view(prefill(0), node_9=(10, 0)), exact)
         assert fetched.fetch.count == fetched.hit_blocks == 9
 
@@ -121,5 +123,24 @@ def test_decode_by_predicted_step_then_by_what_need_not_move_then_by_id() -> Non
     assert chosen(decode(1), decode(0)) == "decode-0"
 
 
-def test_ties_break_by_id() -> None:
-    assert choose("algorithm-1", view(prefill(1), prefill(0))).prefill.id == "prefill-0"
+@pytest.mark.parametrize("policy", [p for p in PLACEMENT_POLICIES if p != "random"])
+def test_ties_break_by_id(policy: str) -> None:
+    assert choose(policy, view(prefill(1), prefill(0))).prefill.id == "prefill-0"
+
+
+def test_lmetric_multiplies_what_is_to_compute_with_the_batch() -> None:
+    # 161 tokens are wanted: (100 + 1) * 2 against (0 + 161) * 1, then against a batch of one more.
+    held = prefill(0, held=10, tokens=100, requests=1)
+    assert choose("lmetric", view(held, prefill(1))).prefill.id == "prefill-1"
+    assert choose("lmetric", view(held, prefill(1, requests=1))).prefill.id == "prefill-0"
+    busy = decode(0, tbt=0.01), decode(1, tbt=0.02)
+    seen = structs.replace(view(held), decode=(structs.replace(busy[0], requests=3), busy[1]))
+    assert choose("lmetric", seen).decode.id == "decode-1"
+
+
+def test_dynamo_adds_blocks_to_compute() -> None:
+    # 11 new blocks on the empty one against 1 of 161 tokens and what is queued there.
+    assert choose("dynamo", view(prefill(0, held=10, tokens=159), prefill(1))).prefill.id == "prefill-0"
+    assert choose("dynamo", view(prefill(0, held=10, tokens=161), prefill(1))).prefill.id == "prefill-1"
+    full = structs.replace(decode(0, tbt=0.01), pages=9)
+    assert choose("dynamo", structs.replace(view(prefill(0)), decode=(full, decode(1)))).decode.id == "decode-1"

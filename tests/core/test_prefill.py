@@ -187,3 +187,25 @@ class PrefillMachine(RuleBasedStateMachine):
 
 
 TestPrefillMachine = PrefillMachine.TestCase
+
+
+def test_an_order_loads_when_the_one_that_computes_its_prefix_is_gone() -> None:
+    p = instance(pages=20, chunk=40)
+    p.handle(Ordered(rid(1), 1, 17), 0.0)
+    assert p.handle(Ordered(rid(2), 1, 17, after=(rid(1), 1)), 0.0) == ()
+    third = p.handle(Ordered(rid(3), 1, 4), 0.0)
+    assert third == (Load(rid(3), 1, (5,)),), "who waits for blocks holds nobody up"
+    p.handle(Loaded(rid(1), 1, 0), 0.0)
+    assert p.handle(StepDone(), 0.0) == (Drain(rid(1), 1),)
+    (load,) = p.handle(KvStored(rid(1), 1), 0.0)
+    assert isinstance(load, Load)
+    assert load.request == rid(2)
+
+
+def test_an_order_waits_neither_for_one_that_failed_nor_for_one_that_is_not_here() -> None:
+    p = instance(pages=20)
+    assert len(p.handle(Ordered(rid(1), 1, 4, after=(rid(9), 1)), 0.0)) == 1
+    p.handle(Ordered(rid(2), 1, 4, after=(rid(1), 1)), 0.0)
+    assert p.handle(Dropped(rid(1), 1), 0.0) == (Drain(rid(1), 1),)
+    assert p.handle(KvStored(rid(1), 1), 0.0)[0] == Load(rid(2), 1, (0,))
+    p.check_integrity()

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.live
 
 @pytest.fixture(scope="module")
 def cluster(smollm2: Path) -> Iterator[RunningCluster]:
-    with running_cluster("--nodes", "2", "--prefill", "2", "--decode", "2") as c:
+    # The default keeps hand-over within a node where it can; here bytes are to cross.
+    with running_cluster("--nodes", "2", "--prefill", "2", "--decode", "2", "--placement", "algorithm-1") as c:
         yield c
 
 

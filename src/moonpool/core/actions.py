@@ -53,6 +53,11 @@ class Place(Struct, frozen=True, tag=True):
     """Predicted for prefill alone."""
     tbt_limit: float | None = None
     """The decode instance refuses the request if it cannot keep this many seconds between tokens; None: it takes it."""
+    awaits: tuple[RequestId, int] | None = None
+    """An attempt before this one at the same prefill worker that computes some of the hit blocks: load once it is over.
+
+    One that is not there is not waited for.
+    """
 
 
 class Reject(Struct, frozen=True, tag=True):

@@ -100,8 +100,9 @@ class Adoption:
         plan = None
         if place.fetch is not None and self._has_node(place.fetch.source):
             plan = FetchPlan(place.fetch.source.id, place.fetch.first, place.fetch.count)
+        resident = place.hit_blocks if place.fetch is None else place.fetch.first
         choice = Choice(
-            PrefillOption(place.prefill.id, place.prefill_node.id, 0.0, place.hit_blocks, cost),
+            PrefillOption(place.prefill.id, place.prefill_node.id, 0.0, place.hit_blocks, cost, resident),
             DecodeOption(place.decode.id, place.decode_node.id, 0.0, 0),
             place.hit_blocks,
             plan,

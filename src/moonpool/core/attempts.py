@@ -24,6 +24,7 @@ from moonpool.core.pages import pages_for
 from moonpool.core.placement import Choice, place
 from moonpool.core.requests import AT_WORKERS, Phase, Placement, Request, Requests
 from moonpool.core.settings import ConductorConfig
+from moonpool.core.sweeper import Sweeper
 from moonpool.core.vocabulary import PartId, RequestId
 from moonpool.core.why import Why
 
@@ -43,6 +44,7 @@ class Attempts:
         self._gate = Gate(config, fleet, self._outlook)
         self._adoption = Adoption(config, fleet, self.requests, self._outlook, out)
         self.why = Why()
+        self.sweeper = Sweeper(fleet, directory, config.transfer_cost, self.endings.decisions, out)
         self._config = config
         self._rng = np.random.Generator(np.random.PCG64(seed))
         self._fleet = fleet
@@ -163,6 +165,7 @@ class Attempts:
         request.placement = placed
         book(request, placed, self._fleet, now)
         self._outlook.placed(request, placed, request.limits.tbt, now)
+        self.sweeper.placed(choice, options.space, options.keys, now)
         request.avoid = None
         self.requests.move(request, Phase.ROOM)
         tail = request.arrived.prompt_tokens % options.space.block_tokens
@@ -192,6 +195,9 @@ class Attempts:
         ttft_left = self._gate.ttft_left(request, now)
         # One that was accepted before is not thrown away for a limit.
         tbt_limit = None if request.accepted or not self._gate.judges_room(request) else request.limits.tbt
+        awaits = self._producer(choice)
+        if awaits is None and choice.awaits is not None and plan is None:
+            hit = min(hit, choice.prefill.resident_blocks)
         request.accepted = True
         self.requests.move(request, Phase.PREFILL)
         self._count_placed(placed, hit, plan.count if plan else 0)
@@ -215,8 +221,16 @@ class Attempts:
                 ttft_left=ttft_left,
                 compute_seconds=choice.prefill_seconds,
                 tbt_limit=tbt_limit,
+                awaits=awaits,
             )
         )
+
+    def _producer(self, choice: Choice) -> tuple[RequestId, int] | None:
+        """The attempt that computes blocks for this one, if it is on its way there."""
+        request = self.requests.get(choice.awaits) if choice.awaits is not None else None
+        if request is None or request.phase is not Phase.PREFILL or request.placement is None:
+            return None
+        return (request.id, request.attempt) if request.placement.choice.prefill.id == choice.prefill.id else None
 
     def _count_placed(self, placed: Placement, hit: int, fetched: int) -> None:
         decisions = self.endings.decisions

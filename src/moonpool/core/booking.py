@@ -14,11 +14,15 @@ def book(request: Request, placed: Placement, fleet: Fleet, now: float) -> None:
 
 
 def book_prefill(request: Request, placed: Placement, fleet: Fleet, now: float) -> None:
-    choice = placed.choice
-    fleet.prefill[choice.prefill.id].add(request.id, choice.prefill_seconds, placed.keys, now)
+    choice, keys = placed.choice, placed.keys
+    prefill = choice.prefill
+    tokens = request.arrived.prompt_tokens - choice.hit_blocks * placed.space.block_tokens
+    fleet.prefill[prefill.id].add(request.id, choice.prefill_seconds, tokens, keys[prefill.resident_blocks :], now)
     if choice.fetch is not None:
-        sending = choice.fetch.count * placed.space.block_bytes
-        fleet.nodes[choice.fetch.source].sending[request.id] = sending
+        # Other transfers do not end before this one, which they would have to pass.
+        for node in (fleet.nodes[choice.fetch.source], fleet.nodes.get(prefill.node)):
+            if node is not None:
+                node.link_free_at = max(node.link_free_at, now + choice.fetch_seconds)
 
 
 def book_decode(request: Request, placed: Placement, fleet: Fleet) -> None:
@@ -35,9 +39,6 @@ def unbook_prefill(request: Request, placed: Placement, fleet: Fleet, now: float
     prefill = fleet.prefill.get(placed.choice.prefill.id)
     if prefill is not None:
         prefill.remove(request.id, now)
-    fetch = placed.choice.fetch
-    if fetch is not None and fetch.source in fleet.nodes:
-        fleet.nodes[fetch.source].sending.pop(request.id, None)
 
 
 def unbook_room(request: Request, placed: Placement, fleet: Fleet) -> NodeLoad | None:

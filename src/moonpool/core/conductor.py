@@ -252,6 +252,7 @@ class Conductor:
         for node in self._fleet.nodes.values():
             if node.ceiling is not None and now - node.refused_at >= HELD_TICK_SECONDS:
                 node.ceiling = None
+        self._attempts.sweeper.sweep(now)
         self._attempts.endings.may_serve = True
 
     def _forgive(self, late: float) -> None:
@@ -274,18 +275,18 @@ class Conductor:
         """Raises AssertionError where the ledgers of parts and requests disagree."""
         requests = self._attempts.requests
         requests.check_integrity()
+        self._attempts.sweeper.check_integrity()
         self._fleet.check_integrity()
         self._directory.check_integrity()
         assert sorted(self._directory.nodes()) == sorted(self._fleet.nodes)
         assert not self._out
-        prefill, decode, rooms, sending = _booked(requests.all())
+        prefill, decode, rooms = _booked(requests.all())
         for id_, load in self._fleet.prefill.items():
             assert sorted(load.queue) == sorted(prefill.pop(id_, [])), f"queue of {id_}"
         for id_, share in self._fleet.decode.items():
             assert sorted(share.assigned) == sorted(decode.pop(id_, [])), f"requests of {id_}"
         for id_, node in self._fleet.nodes.items():
             assert sorted(node.rooms) == sorted(rooms.pop(id_, [])), f"rooms of {id_}"
-            assert sorted(node.sending) == sorted(sending.pop(id_, [])), f"fetches from {id_}"
         left = {**prefill, **decode, **rooms}
         assert not left, f"requests are placed on parts that are gone: {left}"
 
@@ -293,9 +294,9 @@ class Conductor:
 _Table = dict[PartId, list[RequestId]]
 
 
-def _booked(requests: list[Request]) -> tuple[_Table, _Table, _Table, _Table]:
-    """What the loads of prefill, decode, rooms and fetch sources must be, as the requests say."""
-    tables: tuple[_Table, _Table, _Table, _Table] = ({}, {}, {}, {})
+def _booked(requests: list[Request]) -> tuple[_Table, _Table, _Table]:
+    """What the loads of prefill, decode and rooms must be, as the requests say."""
+    tables: tuple[_Table, _Table, _Table] = ({}, {}, {})
     for request in requests:
         if (placed := request.placement) is None:
             continue
@@ -305,7 +306,6 @@ def _booked(requests: list[Request]) -> tuple[_Table, _Table, _Table, _Table]:
             choice.prefill.id if in_prefill else None,
             choice.decode.id,
             choice.decode.node if request.phase is not Phase.DECODING else None,
-            choice.fetch.source if in_prefill and choice.fetch is not None else None,
         )
         for table, holder in zip(tables, holders, strict=True):
             if holder is not None:

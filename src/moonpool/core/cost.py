@@ -47,6 +47,8 @@ class TransferCost(Struct, frozen=True):
 
     latency: float = 0.002
     bytes_per_second: float = 2e9
+    ssd_bytes_per_second: float = 1e9
+    """Of reading blocks that are on a node's SSD only, before they are sent."""
 
     def seconds(self, nbytes: int, queued_bytes: int = 0) -> float:
         return self.latency + (nbytes + queued_bytes) / self.bytes_per_second
@@ -147,7 +149,10 @@ class PrefillCost:
         self.fit = Fit((initial.fixed, initial.per_token, initial.per_token_squared))
 
     def seconds(self, tokens: int, cached: int) -> float:
-        return self.fit.predict(self._row(tokens, cached))
+        # As `Fit.predict`, but a placement asks this of every instance.
+        fixed, per_token, per_square = self.fit.coefficients
+        seconds = fixed + per_token * (tokens - cached) + per_square * (tokens * tokens - cached * cached)
+        return seconds if seconds > LEAST_SECONDS else LEAST_SECONDS
 
     def observe(self, tokens: int, cached: int, seconds: float) -> None:
         self.fit.observe(self._row(tokens, cached), seconds)
@@ -167,7 +172,9 @@ class DecodeCost:
 
     def seconds(self, batch: int, context_tokens: int) -> float:
         """Of one step."""
-        return self.fit.predict((1.0, float(batch), float(context_tokens)))
+        fixed, per_request, per_context_token = self.fit.coefficients
+        seconds = fixed + per_request * batch + per_context_token * context_tokens
+        return seconds if seconds > LEAST_SECONDS else LEAST_SECONDS
 
     def observe(self, batch: int, context_tokens: int, seconds: float) -> None:
         self.fit.observe((1.0, float(batch), float(context_tokens)), seconds)

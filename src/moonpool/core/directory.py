@@ -55,6 +55,8 @@ class Directory:
     """Bits given up before the present round of clearing began."""
     _later: int = 0
     """Bits given up since: for the next round."""
+    _has_ssd: bool = False
+    """Some block has been on an SSD."""
     _round: Iterator[Shard] = field(default_factory=lambda: iter(()))
     """What is still to be cleared of `_stale`."""
     _dump: KeyDump | None = None
@@ -131,6 +133,26 @@ class Directory:
         runs.sort(key=lambda run: (-run[1], run[0]))
         return runs
 
+    def slow_blocks(self, chain: Chain, runs: Sequence[tuple[PartId, int]]) -> dict[PartId, int]:
+        """Of runs that `match` has found: how many of their blocks are on SSD only; nodes without any are left out."""
+        if not self._has_ssd:
+            return {}
+        left = {self._holders[node].bit: (node, blocks) for node, blocks in runs}
+        tiers = self._spaces.get(chain.space)
+        if not left or not tiers:
+            return {}
+        dram, nodes = tiers[Tier.DRAM].get, sum(left)
+        slow: dict[PartId, int] = {}
+        for at, key in enumerate(chain.keys[: max(blocks for _, blocks in left.values())]):
+            absent = nodes & ~dram(key)
+            while absent:
+                bit = absent & -absent
+                absent ^= bit
+                node, blocks = left[bit]
+                if at < blocks:
+                    slow[node] = slow.get(node, 0) + 1
+        return slow
+
     def copies(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> list[dict[PartId, Tier]]:
         """Of each block who has it and where: in DRAM, or only on its SSD. By bit, which is the order of joining."""
         tiers = self._spaces.get(space)
@@ -188,6 +210,7 @@ class Directory:
             directory._holders[node] = _Holder(bit, seq, snapshot_seq, health, counts)
             directory._by_bit[bit] = node
             directory._live |= bit
+            directory._has_ssd |= counts[Tier.SSD] > 0
         return directory
 
     def _advance(self, holder: _Holder, seq: int) -> bool:
@@ -206,6 +229,7 @@ class Directory:
 
     def _add(self, holder: _Holder, space: KeySpaceId, tier: Tier, keys: Sequence[BlockKey]) -> None:
         holder.counts[tier] += self._masks_of(space)[tier].set_bit(keys, holder.bit)
+        self._has_ssd |= tier is Tier.SSD
 
     def _masks_of(self, space: KeySpaceId) -> dict[Tier, Masks]:
         tiers = self._spaces.get(space)

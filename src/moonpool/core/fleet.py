@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from moonpool.core.actions import FleetChanged, FleetPart
+from moonpool.core.coming import Coming
 from moonpool.core.cost import DecodeCost, PrefillCost
 from moonpool.core.events import Registered, Reported
 from moonpool.core.forecast import Ahead
@@ -65,20 +66,24 @@ class PrefillLoad:
     cost: PrefillCost
     queue: dict[RequestId, float] = field(default_factory=dict)
     """Estimated seconds of computing, in order of placement."""
-    chains: dict[RequestId, tuple[BlockKey, ...]] = field(default_factory=dict)
-    """What its node will hold once they are computed."""
+    coming: Coming = field(default_factory=Coming)
+    """What its node does not hold yet, but will once they are computed."""
     head_since: float = 0.0
     _head_seconds: float = 0.0
     """Of the first in the queue."""
     _queued_seconds: float = 0.0
     """Of all in the queue."""
+    placed: int = 0
+    """Requests since it came."""
 
-    def add(self, request: RequestId, seconds: float, keys: tuple[BlockKey, ...], now: float) -> None:
+    def add(self, request: RequestId, seconds: float, tokens: int, keys: tuple[BlockKey, ...], now: float) -> None:
+        """`tokens` to compute; `keys`: the blocks of the prompt that its node lacks."""
         if not self.queue:
             self.head_since, self._head_seconds = now, seconds
         self.queue[request] = seconds
         self._queued_seconds += seconds
-        self.chains[request] = keys
+        self.coming.add(request, tokens, keys)
+        self.placed += 1
 
     def remove(self, request: RequestId, now: float) -> None:
         if request not in self.queue:
@@ -91,7 +96,7 @@ class PrefillLoad:
             self._queued_seconds = self._head_seconds = 0.0
         elif was_head:
             self.head_since, self._head_seconds = now, next(iter(queue.values()))
-        del self.chains[request]
+        self.coming.remove(request)
 
     def seconds(self, now: float) -> float:
         """Until all that is queued is computed."""
@@ -216,8 +221,8 @@ class NodeLoad:
     """Bytes of the rooms that requests have reserved here and not yet left. Changed by `reserve` and `leave` only."""
     room_bytes: int = 0
     """Of all of them."""
-    sending: dict[RequestId, int] = field(default_factory=dict)
-    """Bytes that it has to send for requests in prefill elsewhere."""
+    link_free_at: float = 0.0
+    """When it will have sent and received what placements have ordered so far."""
     ceiling: int | None = None
     """A room of this many bytes was refused and nothing has come free since: do not ask for as many."""
     refused_at: float = 0.0
@@ -373,12 +378,12 @@ class Fleet:
         for kind, ids in tables:
             assert ids == [id_ for id_, part in self.parts.items() if part.kind is kind], kind
         for prefill in self.prefill.values():
-            assert prefill.queue.keys() == prefill.chains.keys()
+            prefill.coming.check_integrity(prefill.queue)
             prefill.check_integrity()
         for decode in self.decode.values():
             decode.check_integrity()
         for node in self.nodes.values():
-            assert all(n >= 0 for n in (*node.rooms.values(), *node.sending.values()))
+            assert all(n >= 0 for n in node.rooms.values())
             assert node.room_bytes == sum(node.rooms.values())
 
 

@@ -5,16 +5,15 @@ The answer is `Options`, a `Refusal` (it can never fit) or a `Wait` (not now, an
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from msgspec import Struct
 
 from moonpool.core.admission import Refusal, check_context, check_room
-from moonpool.core.blocks import common_blocks
+from moonpool.core.choice import DecodeOption, PrefillOption, Source, View, Wanted
 from moonpool.core.directory import Directory
 from moonpool.core.fleet import DecodeLoad, Fleet, PrefillLoad
 from moonpool.core.pages import pages_for
-from moonpool.core.placement import DecodeOption, PrefillOption, Source, View, Wanted
 from moonpool.core.requests import Request
 from moonpool.core.settings import ConductorConfig
 from moonpool.core.vocabulary import BlockKey, Chain, KeySpace, PartId, PartKind, RejectReason
@@ -42,31 +41,60 @@ def options_for(
 ) -> Options | Refusal | Wait:
     """`room_now`: a decode instance must have room in its batch already."""
     model = request.arrived.model
-    prefill = [p for p in fleet.prefill_for(model) if request.keys_in(p.space) is not None]
-    decode = [d for d in fleet.decode_for(model) if request.keys_in(d.space) is not None]
+    known = [chain.space for chain in request.arrived.chains]
+    prefill = [p for p in fleet.prefill_for(model) if p.space.id in known]
+    decode = [d for d in fleet.decode_for(model) if d.space.id in known]
     absent = _absent(fleet, model, prefill, decode, now)
     if absent is not None:
         return absent
-    refusal = never_fits(request, fleet, prefill, decode)
-    if refusal is not None:
+    spaces = {load.space.id: load.space for load in prefill} | {load.space.id: load.space for load in decode}
+    needs = {id_: _Needs.of(request, space, config.output_share) for id_, space in spaces.items()}
+    able_prefill = [p for p in prefill if _fits(p, needs[p.space.id])]
+    able_decode = [d for d in decode if _fits(d, needs[d.space.id])]
+    arenas = (fleet.nodes[d.part.node_id].part.capacity.dram_bytes - needs[d.space.id].all_bytes for d in able_decode)
+    if not able_prefill or not any(spare >= 0 for spare in arenas):
         # A larger instance that just went away may come back; what was accepted is not thrown away before.
+        refusal = never_fits(request, fleet, prefill, decode)
         lost = any(fleet.lost_recently(kind, model, now) for kind in (PartKind.PREFILL, PartKind.DECODE))
         return Wait(refusal.message) if request.accepted and lost else refusal
-    free_decode = [d for d in decode if _takes(d, fleet, request, config, room_now)]
+    free_decode = [d for d in able_decode if _takes(d, fleet, needs[d.space.id], config, room_now)]
     if not free_decode:
         return Wait("no decode instance has room")
-    free_prefill = [p for p in prefill if p.has_slot() and _fits(p, request.total_tokens)]
+    free_prefill = [p for p in able_prefill if p.has_slot()]
     if not free_prefill:
         return Wait("all prefill queues are full")
-    for space in sorted({d.space.id: d.space for d in free_decode}.values(), key=lambda s: s.id):
-        pair = [p for p in free_prefill if p.space == space], [d for d in free_decode if d.space == space]
+    for id_ in sorted(spaces):
+        pair = [p for p in free_prefill if p.space.id == id_], [d for d in free_decode if d.space.id == id_]
         if all(pair):
-            return _options(request, space, *pair, fleet, directory, config, now)
+            return _options(request, spaces[id_], needs[id_], *pair, fleet, directory, config, now)
     return Wait("no prefill and decode instance of one key space are free together")
 
 
-def never_fits(request: Request, fleet: Fleet, prefill: list[PrefillLoad], decode: list[DecodeLoad]) -> Refusal | None:
-    """Refuses what no pair of these instances could ever hold to its end. A capacity of 0 pages or context is unknown.
+class _Needs(NamedTuple):
+    """What a request takes in one key space."""
+
+    tokens: int
+    """Prompt and output to come."""
+    pages: int
+    booked_pages: int
+    room_bytes: int
+    all_bytes: int
+    """Of a room for prompt and output."""
+
+    @classmethod
+    def of(cls, request: Request, space: KeySpace, output_share: float) -> _Needs:
+        total = request.total_tokens
+        return cls(
+            total,
+            pages_for(total, space.block_tokens),
+            booked_pages(request, space, output_share),
+            room_bytes(space, request.arrived.prompt_tokens),
+            room_bytes(space, total),
+        )
+
+
+def never_fits(request: Request, fleet: Fleet, prefill: list[PrefillLoad], decode: list[DecodeLoad]) -> Refusal:
+    """Why no pair of these instances could ever hold it to its end. A capacity of 0 pages or context is unknown.
 
     The whole output counts on the prefill side too: after a preemption all of it is prefilled again.
     """
@@ -83,14 +111,8 @@ def never_fits(request: Request, fleet: Fleet, prefill: list[PrefillLoad], decod
     nbytes = min(room_bytes(d.space, total) for d in decode)
     arena = max(fleet.nodes[d.part.node_id].part.capacity.dram_bytes for d in decode)
     refusal = refusal or check_room("bytes of KVCache", nbytes, arena)
-    able = any(_fits(p, total) for p in prefill) and any(
-        _fits(d, total) and room_bytes(d.space, total) <= fleet.nodes[d.part.node_id].part.capacity.dram_bytes
-        for d in decode
-    )
-    if refusal is None and not able:
-        message = f"no single instance has context, pages and node memory for {total} tokens; shorten the request"
-        return Refusal(RejectReason.NEVER_FITS, message)
-    return refusal
+    message = f"no single instance has context, pages and node memory for {total} tokens; shorten the request"
+    return refusal or Refusal(RejectReason.NEVER_FITS, message)
 
 
 def room_bytes(space: KeySpace, tokens: int) -> int:
@@ -124,25 +146,22 @@ def _absent(
     return None
 
 
-def _takes(load: DecodeLoad, fleet: Fleet, request: Request, config: ConductorConfig, room_now: bool) -> bool:
-    node = fleet.nodes[load.part.node_id]
-    return (
-        _fits(load, request.total_tokens)
-        and node.has_room(room_bytes(load.space, request.arrived.prompt_tokens))
-        and (not room_now or load.has_room(booked_pages(request, load.space, config.output_share), config.batch_ahead))
-    )
+def _takes(load: DecodeLoad, fleet: Fleet, needs: _Needs, config: ConductorConfig, room_now: bool) -> bool:
+    if not fleet.nodes[load.part.node_id].has_room(needs.room_bytes):
+        return False
+    return not room_now or load.has_room(needs.booked_pages, config.batch_ahead)
 
 
-def _fits(load: PrefillLoad | DecodeLoad, tokens: int) -> bool:
+def _fits(load: PrefillLoad | DecodeLoad, needs: _Needs) -> bool:
     """Alone, in an empty engine."""
-    capacity = load.part.capacity
-    pages = pages_for(tokens, load.space.block_tokens)
-    return pages <= (capacity.pages or _UNLIMITED) and tokens <= (capacity.context_tokens or _UNLIMITED)
+    capacity = load.part.registered.capacity
+    return needs.pages <= (capacity.pages or _UNLIMITED) and needs.tokens <= (capacity.context_tokens or _UNLIMITED)
 
 
 def _options(
     request: Request,
     space: KeySpace,
+    needs: _Needs,
     prefill: list[PrefillLoad],
     decode: list[DecodeLoad],
     fleet: Fleet,
@@ -152,25 +171,21 @@ def _options(
 ) -> Options:
     keys = request.keys_in(space) or ()
     tokens = request.arrived.prompt_tokens
-    runs = directory.match(Chain(space.id, keys))
-    held = dict(runs)
+    chain = Chain(space.id, keys)
+    runs = directory.match(chain)
+    slow = directory.slow_blocks(chain, runs)
+    held, nodes = dict(runs), fleet.nodes
+    coming = keys if config.count_coming_blocks else ()
     view = View(
-        tuple(
-            _prefill_option(p, held, keys if config.count_coming_blocks else (), now)
-            for p in _without(prefill, request.avoid)
-        ),
-        tuple(_decode_option(d, held, tokens) for d in _without(decode, request.avoid)),
-        tuple(
-            Source(node, blocks, sum(fleet.nodes[node].sending.values()))
-            for node, blocks in runs
-            if node in fleet.nodes
-        ),
+        [_prefill_option(p, held, slow, coming, now) for p in _without(prefill, request.avoid)],
+        [_decode_option(d, held, tokens) for d in _without(decode, request.avoid)],
+        [Source(node, blocks, slow.get(node, 0)) for node, blocks in runs if node in nodes],
         config.transfer_cost,
+        {id_: node.link_free_at - now for id_, node in nodes.items() if node.link_free_at > now},
     )
-    wanted = Wanted(tokens, space.block_tokens, space.block_bytes)
-    return Options(
-        view, wanted, space, keys, booked_pages(request, space, config.output_share), room_bytes(space, tokens)
-    )
+    limit = request.arrived.slo.tbt
+    wanted = Wanted(tokens, space.block_tokens, space.block_bytes, config.slo.tbt if limit is None else limit)
+    return Options(view, wanted, space, keys, needs.booked_pages, needs.room_bytes)
 
 
 def _without(loads: list[Load], avoid: PartId | None) -> list[Load]:
@@ -178,15 +193,29 @@ def _without(loads: list[Load], avoid: PartId | None) -> list[Load]:
 
 
 def _prefill_option(
-    load: PrefillLoad, held: dict[PartId, int], keys: tuple[BlockKey, ...], now: float
+    load: PrefillLoad, held: dict[PartId, int], slow: dict[PartId, int], keys: tuple[BlockKey, ...], now: float
 ) -> PrefillOption:
-    # `keys` is empty where blocks that are still being computed there do not count (PAPER §9).
-    coming = max((common_blocks(keys, chain) for chain in load.chains.values()), default=0)
+    """`keys` is empty where blocks that are still being computed there do not count (PAPER §9)."""
     node = load.part.node_id
-    return PrefillOption(load.part.id, node, load.seconds(now), max(held.get(node, 0), coming), load.cost)
+    resident = held.get(node, 0)
+    end, producer = load.coming.extend(keys, resident)
+    return PrefillOption(
+        load.part.id,
+        node,
+        load.seconds(now),
+        end,
+        load.cost,
+        resident,
+        slow.get(node, 0),
+        producer,
+        len(load.queue),
+        load.coming.tokens,
+        load.placed,
+    )
 
 
 def _decode_option(load: DecodeLoad, held: dict[PartId, int], tokens: int) -> DecodeOption:
     node = load.part.node_id
-    tbt = load.cost.seconds(load.batch + 1, load.context_tokens + tokens)
-    return DecodeOption(load.part.id, node, tbt, held.get(node, 0))
+    batch = load.batch
+    tbt = load.cost.seconds(batch + 1, load.context_tokens + tokens)
+    return DecodeOption(load.part.id, node, tbt, held.get(node, 0), batch, load.committed_pages)

@@ -8,9 +8,11 @@ An order is in one of these states:
        |         +----------+--------+   dropped: no more compute, pages stay until the driver's I/O has ended
        +-> gone                          dropped before it had pages
 
-Orders get pages in arrival order and never overtake each other for them; a step packs chunks of ready orders in arrival
-order up to `chunk_tokens`, so short prompts share a step. Layer-wise stores keep a page busy after its last step: only
-`KvStored` frees it (PAPER §3).
+Orders get pages in arrival order and never overtake each other for them, but for those that wait for blocks which an
+earlier order computes: they load when that one is gone, and hold no pages before. An order waits for earlier ones
+only, and no longer than those live, so nothing waits in a ring or for ever.
+A step packs chunks of ready orders in arrival order up to `chunk_tokens`, so short prompts share a step. Layer-wise
+stores keep a page busy after its last step: only `KvStored` frees it (PAPER §3).
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ class Ordered(Struct, frozen=True):
     request: RequestId
     attempt: int
     tokens: int
+    after: tuple[RequestId, int] | None = None
+    """It loads once this order is over, which computes blocks of its prefix; one that is not here is not waited for."""
 
 
 class Loaded(Struct, frozen=True):
@@ -114,6 +118,7 @@ class _Order:
     request: RequestId
     attempt: int
     tokens: int
+    after: tuple[RequestId, int] | None
     state: _State = _State.QUEUED
     computed: int = 0
     pages: list[int] = field(default_factory=list)
@@ -169,11 +174,12 @@ class PrefillInstance:
         elif self.queued >= self._queue_bound:
             actions.append(Refuse(*id_, f"{self._queue_bound} prompts wait here already"))
         else:
-            self._orders[id_] = _Order(event.request, event.attempt, event.tokens)
+            after = event.after if event.after in self._orders else None
+            self._orders[id_] = _Order(event.request, event.attempt, event.tokens, after)
 
     def _start_loads(self, actions: list[PrefillAction]) -> None:
         for order in self._orders.values():
-            if order.state is not _State.QUEUED:
+            if order.state is not _State.QUEUED or order.after in self._orders:
                 continue
             needed = pages_for(order.tokens, self._block_tokens)
             if not self.pool.can_allocate(needed):

@@ -14,7 +14,7 @@ from moonpool.core.vocabulary import PriorityClass, Slo
 class ConductorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Raises ValueError for a value that cannot work."""
 
-    placement: PlacementPolicy = "algorithm-1"
+    placement: PlacementPolicy = "kvcache-centric"
     admission: AdmissionPolicy = "forecast"
     threshold: float = 1.0
     """algorithm-1: fetch where the pool's longest run is at least this many times an instance's own; 1 or more.
@@ -44,11 +44,10 @@ class ConductorConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     They are prefilled while they wait for a slot, so that a slot that comes free is taken at once.
     """
-    count_coming_blocks: bool = False
-    """Whether blocks that a prefill instance is still computing count as held by those that come behind.
+    count_coming_blocks: bool = True
+    """Whether blocks that a prefill instance is still computing count as held by those that come behind (PAPER §9).
 
-    Right where workers wait for such blocks; where they compute them again it sends whole families of
-    prompts to one instance.
+    They wait for them there (`Place.awaits`). Not counted, every prompt of a burst computes the prefix they share.
     """
     hold_patience: float = 1.0
     """Seconds after which a held request is not overtaken any more by later ones of its model."""
@@ -102,6 +101,10 @@ class Decisions(Struct):
     """Of placed prompts, fetched ones included, as predicted."""
     prompt_blocks: int = 0
     """Whole blocks of placed prompts."""
+    hot_blocks_copied: int = 0
+    surplus_dropped: int = 0
+    cold_demoted: int = 0
+    """By the sweep: blocks, for each node that was told so."""
     copies_ordered: int = 0
     drops_ordered: int = 0
     """Blocks, for each node that was told so."""

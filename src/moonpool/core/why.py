@@ -208,19 +208,17 @@ def _candidate(
     option: PrefillOption, coefficients: tuple[float, ...] | None, options: Options, config: ConductorConfig
 ) -> PrefillCandidate:
     then = option if coefficients is None else structs.replace(option, cost=_as_it_was(option.cost, coefficients))
-    view = structs.replace(options.view, prefill=type(options.view.prefill)((then,)))
+    view = structs.replace(options.view, prefill=(then,))
     rng = np.random.Generator(np.random.PCG64(0))
     choice = place(config.placement, view, options.wanted, rng, config.threshold)
     fetch = choice.fetch
-    rest = choice.ttft_seconds - option.queue_seconds - choice.prefill_seconds
     return PrefillCandidate(
         id=option.id,
         queue_seconds=option.queue_seconds,
         hit_blocks=choice.hit_blocks,
         fetch_blocks=fetch.count if fetch is not None else 0,
         fetch_from=fetch.source if fetch is not None else "",
-        # Where there is nothing to wait for, what is left is rounding.
-        fetch_seconds=rest if rest > 1e-9 else 0.0,
+        fetch_seconds=choice.fetch_seconds,
         compute_seconds=choice.prefill_seconds,
         ttft_seconds=choice.ttft_seconds,
         decode=choice.decode.id,

@@ -169,7 +169,7 @@ class PrefillWorker:
         job = _Job(work, time.monotonic(), list(work.tokens))
         self._jobs[job.id] = job
         log.debug("request %s: %s attempt %d, %d tokens", work.label, *job.id, len(job.tokens))
-        self._feed(core.Ordered(*job.id, len(job.tokens)))
+        self._feed(core.Ordered(*job.id, len(job.tokens), work.place.awaits))
 
     def _drop_up_to(self, request: RequestId, attempt: int) -> None:
         self._ended.add(request, attempt)

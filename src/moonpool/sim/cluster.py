@@ -80,7 +80,9 @@ class Simulation:
             setup.conductor,
             prefill_cost=profile.prefill,
             decode_cost=profile.decode,
-            transfer_cost=TransferCost(profile.link_latency, profile.link_bytes_per_second),
+            transfer_cost=TransferCost(
+                profile.link_latency, profile.link_bytes_per_second, profile.ssd_read_bytes_per_second
+            ),
             heartbeat_limit=1e9,
         )
         self._conductor = Conductor(config, setup.seed)
@@ -223,6 +225,8 @@ class Simulation:
     def _report(self) -> None:
         for worker in self.decode.values():
             worker.report()
+        for node in self.nodes.values():
+            node.report()
         if self._open:
             self.clock.after(REPORT_SECONDS, self._report)
 
@@ -251,6 +255,10 @@ class Simulation:
             case act.Cancel(request=request, attempt=attempt, to=to):
                 worker = self.prefill.get(to.id) or self.decode[to.id]
                 worker.cancel(request, attempt)
+            case act.Replicate(node=node):
+                self.nodes[node.id].fetch(self.nodes[action.source.id], action.keys, self.clock.now)
+            case act.DropReplica(node=node):
+                self.nodes[node.id].drop(action.keys)
             case act.SendSnapshot(node=node):
                 self.nodes[node.id].snapshot()
             case act.WakeAt(at=at):

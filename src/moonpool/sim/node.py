@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from moonpool.core.actions import ReserveRoom
-from moonpool.core.events import BlocksRemoved, BlocksStored, Event, Registered, RoomConfirmed, RoomRefused, Snapshot
+from moonpool.core.events import (
+    BlocksRemoved,
+    BlocksStored,
+    Event,
+    Registered,
+    Reported,
+    RoomConfirmed,
+    RoomRefused,
+    Snapshot,
+)
 from moonpool.core.eviction import Eviction, EvictionPolicy
 from moonpool.core.options import room_bytes
 from moonpool.core.vocabulary import (
@@ -20,7 +29,9 @@ from moonpool.core.vocabulary import (
     RequestId,
     Tier,
 )
-from moonpool.sim.clock import Link
+from moonpool.sim.clock import Link, transfer
+
+MOST_ARRIVALS = 4096
 
 _Room = tuple[tuple[BlockKey, ...], tuple[BlockKey, ...], int]
 """Keys, those of them that were pinned, bytes reserved for the others and the tail."""
@@ -45,6 +56,8 @@ class SimNode:
         self._reserved = 0
         self._rooms: dict[tuple[RequestId, int], _Room] = {}
         self._seq = 0
+        self._arrivals: dict[BlockKey, float] = {}
+        """When blocks that were fetched have come; forgotten when that is past."""
         self.evicted_blocks = 0
 
     @property
@@ -58,6 +71,10 @@ class SimNode:
     def register(self) -> Registered:
         return Registered(PartKind.NODE, self.peer, Capacity(dram_bytes=self.capacity))
 
+    def report(self) -> None:
+        used = self.capacity - self._free
+        self._tell(Reported(self.id, self.peer.incarnation, used_bytes=used, announced=self._seq))
+
     def snapshot(self) -> None:
         blocks = ((self._space.id, Tier.DRAM, tuple(self._eviction.keys())),)
         self._tell(Snapshot(self.id, self.peer.incarnation, self._seq, blocks))
@@ -70,6 +87,32 @@ class SimNode:
             if key not in self._eviction:
                 return count
         return len(keys)
+
+    def fetch(self, source: SimNode, keys: Sequence[BlockKey], now: float) -> int:
+        """Copy what is lacking of these leading blocks as far as the source has them; how many that are."""
+        have, end = self.leading(keys), source.leading(keys)
+        if end <= have:
+            return 0
+        begin = source.arrival(keys[have:end], now)
+        done = transfer(source.link, self.link, (end - have) * self._space.block_bytes, begin)
+        self.store(keys[:end])
+        self._arrivals.update(dict.fromkeys(keys[have:end], done))
+        if len(self._arrivals) > MOST_ARRIVALS:
+            self._arrivals = {key: at for key, at in self._arrivals.items() if at > now}
+        return end - have
+
+    def drop(self, keys: Sequence[BlockKey]) -> None:
+        """Forget these, but for those that somebody uses."""
+        gone = tuple([key for key in keys if key in self._eviction and not self._eviction.pins(key)])
+        for key in gone:
+            self._eviction.remove(key)
+        if gone:
+            self._announce_removed(gone)
+
+    def arrival(self, keys: Sequence[BlockKey], now: float) -> float:
+        """When all of these blocks, which are here or on their way, can be read."""
+        arrivals = self._arrivals
+        return max([now, *(arrivals[key] for key in keys if key in arrivals)]) if arrivals else now
 
     def pin(self, keys: Sequence[BlockKey]) -> None:
         self._eviction.pin(keys)
@@ -118,8 +161,11 @@ class SimNode:
         gone = self._eviction.evict(nbytes)
         if gone:
             self.evicted_blocks += len(gone)
-            self._seq += 1
-            self._tell(BlocksRemoved(self.id, self.peer.incarnation, self._seq, self._space.id, Tier.DRAM, gone))
+            self._announce_removed(gone)
+
+    def _announce_removed(self, keys: tuple[BlockKey, ...]) -> None:
+        self._seq += 1
+        self._tell(BlocksRemoved(self.id, self.peer.incarnation, self._seq, self._space.id, Tier.DRAM, keys))
 
     def _announce_stored(self, keys: Sequence[BlockKey]) -> None:
         self._seq += 1

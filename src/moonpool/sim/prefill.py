@@ -91,7 +91,7 @@ class SimPrefill:
     def order(self, order: Order) -> None:
         id_ = order.request.id, order.place.attempt
         self._orders[id_] = order
-        self._feed(Ordered(*id_, order.tokens))
+        self._feed(Ordered(*id_, order.tokens, order.place.awaits))
 
     def cancel(self, request: RequestId, attempt: int) -> None:
         if (request, attempt) in self._orders:
@@ -117,18 +117,14 @@ class SimPrefill:
     def _load(self, order: Order) -> None:
         """Fetch what was ordered, then copy what the node has into VRAM."""
         now = order.began = self._clock.now
-        ready, fetch, keys = now, order.place.fetch, order.request.keys
+        fetch, keys = order.place.fetch, order.request.keys
         if fetch is not None:
-            source = self._nodes[fetch.source.id]
-            end = min(source.leading(keys), fetch.first + fetch.count)
-            have = self.node.leading(keys)
-            if end > have:
-                ready = transfer(source.link, self.node.link, (end - have) * self._profile.block_bytes, now)
-                self.node.store(keys[:end])
-                order.fetched = end - have
+            wanted = keys[: fetch.first + fetch.count]
+            order.fetched = self.node.fetch(self._nodes[fetch.source.id], wanted, now)
         order.pinned = self.node.leading(keys)
         self.node.pin(keys[: order.pinned])
         order.hit = min(order.pinned, hit_limit(order.tokens, self._profile.block_tokens))
+        ready = self.node.arrival(keys[: order.hit], now)
         ready += order.hit * self._profile.block_bytes / self._profile.host_bytes_per_second
         id_ = order.request.id, order.place.attempt
         self._clock.at(ready, lambda: self._feed(Loaded(*id_, order.hit)))

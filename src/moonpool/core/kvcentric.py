@@ -1,0 +1,143 @@
+"""The default placement: the cheapest way to a first token over all prefill instances, jointly with who decodes.
+
+At each prefill instance the prompt's missing prefix is recomputed, fetched, or fetched in part. A fetch goes on while
+what is queued there computes (workers load an order's blocks as soon as it has pages), so the first token comes after
+`max(queue, fetch) + computing the rest` (PAPER §3: layer-wise). Fetching one block more never costs less than the last
+one, computing one less saves ever more: so the best end of a fetch is either all that a source has, or what comes in
+the time for which the queue keeps the instance busy anyway (the block then on its way included), or nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from moonpool.core.choice import Choice, DecodeOption, FetchPlan, PrefillOption, View, Wanted, chosen
+from moonpool.core.cost import TransferCost
+from moonpool.core.vocabulary import PartId
+
+INFINITE = float("inf")
+NEAR = 0.02
+"""Predictions that differ by less than this share are equal: then the least work decides."""
+PAUSE_SHARE = 0.1
+"""What a second of waiting for KV before the second token counts beside a second of every step."""
+
+
+class _Reach(NamedTuple):
+    """A source that no other beats in both length and delay."""
+
+    node: PartId
+    end: int
+    """It has the blocks before this one, of those that count as hits."""
+    fast: int
+    """Up to here they are in DRAM."""
+    wait: float
+
+
+class _Way(NamedTuple):
+    """How an instance comes to the first token; in this order where several come to it at nearly the same time."""
+
+    compute_seconds: float
+    placed: int
+    id: PartId
+    ttft_seconds: float
+    hit: int
+    prefill: PrefillOption
+    fetch: FetchPlan | None
+    fetch_seconds: float
+
+
+def place_kvcache_centric(view: View, wanted: Wanted) -> Choice:
+    """The least predicted TTFT; among near equals the least computing, then who got fewest requests, then the id.
+
+    The decode instance is the one with the shortest predicted step, a pause before the second token added where its
+    node lacks so much that the KV comes later than it is computed. One predicted beyond the TBT limit is avoided.
+    """
+    reaches = _reaches(view, wanted)
+    longest = reaches[0].end if reaches else 0
+    tokens, size = wanted.tokens, wanted.block_tokens
+    ways: list[_Way] = []
+    bar = INFINITE
+    for option in view.prefill:
+        most = min(max(longest, option.held_blocks), wanted.hit_limit) * size
+        if option.queue_seconds + option.cost.seconds(tokens, most) <= bar:
+            way = _way(option, view, wanted, reaches)
+            ways.append(way)
+            bar = min(bar, way.ttft_seconds * (1.0 + NEAR))
+    best = min([way for way in ways if way.ttft_seconds <= bar])
+    decode = _decode_for(best, view, wanted)
+    seconds = best.compute_seconds, best.ttft_seconds
+    return chosen(best.prefill, decode, best.hit, seconds, best.fetch, best.fetch_seconds)
+
+
+def _reaches(view: View, wanted: Wanted) -> list[_Reach]:
+    """Longest first; each further one is shorter and its blocks come sooner."""
+    found: list[_Reach] = []
+    least, limit, waits = INFINITE, wanted.hit_limit, view.link_waits
+    slow = wanted.block_bytes / view.transfer.ssd_bytes_per_second
+    for source in view.sources:
+        wait = waits.get(source.node, 0.0)
+        delay = wait + source.slow_blocks * slow
+        if delay < least:
+            least = delay
+            end = min(source.blocks, limit)
+            if found and found[-1].end == end:
+                found.pop()
+            found.append(_Reach(source.node, end, min(source.blocks - source.slow_blocks, end), wait))
+        if delay <= 0.0:
+            break
+    return found
+
+
+def _way(option: PrefillOption, view: View, wanted: Wanted, reaches: list[_Reach]) -> _Way:
+    """The quickest at this instance."""
+    tokens, size, limit = wanted.tokens, wanted.block_tokens, wanted.hit_limit
+    queue, cost = option.queue_seconds, option.cost
+    held, resident = min(option.held_blocks, limit), min(option.resident_blocks, limit)
+    hit = held
+    compute = cost.seconds(tokens, hit * size)
+    own = option.slow_blocks * wanted.block_bytes / view.transfer.ssd_bytes_per_second if option.slow_blocks else 0.0
+    ttft, fetch, fetched = max(queue, own) + compute, None, 0.0
+    for reach in reaches:
+        if reach.end <= held:
+            break
+        sink_wait = view.link_waits.get(option.node, 0.0) if view.link_waits else 0.0
+        wait = max(reach.wait, sink_wait) + view.transfer.latency
+        for end in _ends(reach, resident, queue - wait, view.transfer, wanted):
+            arrival = max(wait + _moving(reach, resident, end, view.transfer, wanted.block_bytes), own)
+            less = cost.seconds(tokens, end * size)
+            if max(queue, arrival) + less < ttft:
+                ttft, compute, hit, fetched = max(queue, arrival) + less, less, end, arrival
+                fetch = FetchPlan(reach.node, resident, end - resident)
+    return _Way(compute, option.placed, option.id, ttft, hit, option, fetch, fetched)
+
+
+def _ends(reach: _Reach, first: int, spare: float, transfer: TransferCost, wanted: Wanted) -> tuple[int, ...]:
+    """Where a fetch from block `first` on may best end: all, or what comes within `spare` seconds, or one more."""
+    moving = _moving(reach, first, reach.end, transfer, wanted.block_bytes)
+    if moving <= spare:
+        return (reach.end,)
+    block = wanted.block_bytes / transfer.bytes_per_second
+    free = min(first + int(spare / block), reach.fast) if spare > 0.0 else first
+    return tuple([end for end in (free, free + 1) if first < end < reach.end] + [reach.end])
+
+
+def _moving(reach: _Reach, first: int, end: int, transfer: TransferCost, block_bytes: int) -> float:
+    """Seconds on the way of blocks `first .. end`, those on SSD read before."""
+    slow = max(end - max(reach.fast, first), 0)
+    return (end - first) * block_bytes / transfer.bytes_per_second + slow * block_bytes / transfer.ssd_bytes_per_second
+
+
+def _decode_for(way: _Way, view: View, wanted: Wanted) -> DecodeOption:
+    seconds = wanted.block_bytes / view.transfer.bytes_per_second
+    # What has to move beyond this many blocks comes later than the prompt is computed.
+    blocks = wanted.tokens / wanted.block_tokens - way.compute_seconds / seconds
+    node, pause = way.prefill.node, PAUSE_SHARE * seconds
+    limit = INFINITE if wanted.tbt_limit is None else wanted.tbt_limit
+
+    def rank(option: DecodeOption) -> tuple[bool, float, int, PartId]:
+        step, held = option.tbt_seconds, option.held_blocks
+        late = blocks - held
+        score = step if late <= 0.0 or option.node == node else step + pause * late
+        return step > limit, score, -held, option.id
+
+    return min(view.decode, key=rank)
