@@ -9,6 +9,7 @@ from moonpool.core.prefill import (
     Chunk,
     Drain,
     Dropped,
+    GiveUp,
     KvStored,
     Load,
     Loaded,
@@ -82,6 +83,49 @@ def test_what_cannot_fit_is_refused_by_name() -> None:
     assert "1 prompts wait" in refusal.reason
 
 
+def test_a_short_prompt_goes_between_the_chunks_of_a_long_one_that_can_afford_it() -> None:
+    p = instance(pages=16)
+    p.handle(Ordered(rid(1), 1, 24, seconds=24.0, ttft_left=43.0), 0.0)
+    assert chunks(p.handle(Loaded(rid(1), 1, 0), 0.0)) == [(rid(1), 0, 6)]
+    p.handle(Ordered(rid(2), 1, 4, seconds=4.0, ttft_left=30.0), 1.0)
+    p.handle(Ordered(rid(3), 1, 4, seconds=4.0, ttft_left=30.0), 1.0)
+    for n in (2, 3):
+        assert p.handle(Loaded(rid(n), 1, 0), 1.0) == ()
+    # At 1.0 it has 42 s left, of which it keeps one and a half times its 24 s: enough for one of the two.
+    assert chunks(p.handle(StepDone(), 6.0)) == [(rid(2), 0, 4), (rid(1), 6, 2)]
+    assert chunks(p.handle(StepDone(), 12.0)) == [(rid(1), 8, 6)]
+    assert chunks(p.handle(StepDone(), 18.0)) == [(rid(1), 14, 6)]
+    assert chunks(p.handle(StepDone(), 24.0)) == [(rid(1), 20, 4), (rid(3), 0, 2)]
+
+
+def test_a_sooner_rank_is_loaded_and_computed_first() -> None:
+    p = instance(pages=4, bound=9)
+    p.handle(Ordered(rid(1), 1, 16, rank=5, seconds=1.0), 0.0)
+    p.handle(Ordered(rid(2), 1, 16, rank=5, seconds=1.0), 0.0)
+    p.handle(Ordered(rid(3), 1, 16, rank=0, seconds=1.0), 0.0)
+    p.handle(Dropped(rid(1), 1), 0.0)
+    (load,) = p.handle(KvStored(rid(1), 1), 0.0)
+    assert isinstance(load, Load)
+    assert load.request == rid(3)
+
+
+def test_one_that_has_not_begun_and_cannot_be_in_time_is_given_up() -> None:
+    p = instance(pages=16)
+    for n, left in ((1, 6.0), (2, 7.0), (3, 10.5), (4, None)):
+        p.handle(Ordered(rid(n), 1, 5, seconds=5.0, ttft_left=left), 0.0)
+        p.handle(Loaded(rid(n), 1, 0), 0.0)
+    actions = p.handle(StepDone(), 6.0)
+    (late,) = [a for a in actions if isinstance(a, GiveUp)]
+    assert late.request == rid(2), "the first has begun"
+    assert "waited 6.0 s" in late.reason
+    assert Drain(rid(2), 1) in actions
+    assert [c.request for a in actions if isinstance(a, Step) for c in a.chunks] == [rid(3), rid(4)]
+
+
+def chunks(actions: tuple[PrefillAction, ...]) -> list[tuple[RequestId, int, int]]:
+    return [(c.request, c.start, c.count) for a in actions if isinstance(a, Step) for c in a.chunks]
+
+
 class PrefillMachine(RuleBasedStateMachine):
     """Any order of events: no page has two owners, every order ends, nothing stays behind."""
 
@@ -89,6 +133,7 @@ class PrefillMachine(RuleBasedStateMachine):
         super().__init__()
         self.p = instance()
         self.next = 0
+        self.now = 0.0
         self.loading: list[tuple[RequestId, int]] = []
         self.draining: list[tuple[RequestId, int]] = []
         self.owner: dict[int, RequestId] = {}
@@ -99,7 +144,7 @@ class PrefillMachine(RuleBasedStateMachine):
         self.open: set[RequestId] = set()
 
     def feed(self, event: PrefillEvent) -> None:
-        for action in self.p.handle(event, 0.0):
+        for action in self.p.handle(event, self.now):
             self.follow(action)
 
     def follow(self, action: PrefillAction) -> None:
@@ -120,16 +165,25 @@ class PrefillMachine(RuleBasedStateMachine):
                 self.step = action
             case Drain(request, attempt):
                 self.draining.append((request, attempt))
+            case GiveUp(request, _, _):
+                assert not self.computed[request] or request in self.pages
+                if request not in self.pages:
+                    self.open.discard(request)
             case Refuse(request, _, _):
                 self.open.discard(request)
 
-    @rule(tokens=st.integers(1, 40))
-    def order(self, tokens: int) -> None:
+    @rule(
+        tokens=st.integers(1, 40),
+        rank=st.integers(0, 1),
+        seconds=st.sampled_from([0.0, 1.0, 5.0]),
+        left=st.sampled_from([None, 2.0, 8.0]),
+    )
+    def order(self, tokens: int, rank: int, seconds: float, left: float | None) -> None:
         self.next += 1
         self.tokens[rid(self.next)] = tokens
         self.computed[rid(self.next)] = 0
         self.open.add(rid(self.next))
-        self.feed(Ordered(rid(self.next), 1, tokens))
+        self.feed(Ordered(rid(self.next), 1, tokens, rank, seconds, left))
 
     @precondition(lambda self: self.loading)
     @rule(data=st.data())
@@ -138,6 +192,10 @@ class PrefillMachine(RuleBasedStateMachine):
         blocks = data.draw(st.integers(0, (self.tokens[request] - 1) // BLOCK))
         self.computed[request] = blocks * BLOCK
         self.feed(Loaded(request, attempt, blocks))
+
+    @rule(seconds=st.floats(0, 3))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
 
     @precondition(lambda self: self.step)
     @rule(failed=st.booleans())

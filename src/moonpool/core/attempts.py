@@ -284,6 +284,9 @@ class Attempts:
         found = self._at_prefill(event.request, event.attempt, event.instance)
         if found is not None and found[0].phase is not Phase.DECODING:
             request = found[0]
+            if event.late:
+                self.endings.reject(request, self._gate.too_late(event, now), now)
+                return
             # The gateway may speak for a worker that it could not reach, so the worker is told as well.
             self.endings.fail(request, "prefill-failed", event.reason, now)
             request.avoid = event.instance

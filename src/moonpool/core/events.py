@@ -147,6 +147,8 @@ class PrefillFailed(Struct, frozen=True, tag=True):
     attempt: int
     instance: PartId
     reason: str
+    late: bool = False
+    """It waited until it could not have its first token in time any more: it is refused instead."""
 
 
 class DecodeJoined(Struct, frozen=True, tag=True):

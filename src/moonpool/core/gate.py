@@ -16,7 +16,7 @@ from moonpool.core.admission import (
     clamp_retry,
 )
 from moonpool.core.cost import Fit
-from moonpool.core.events import RequestArrived
+from moonpool.core.events import PrefillFailed, RequestArrived
 from moonpool.core.fleet import Fleet
 from moonpool.core.options import Options, Wait
 from moonpool.core.outlook import Outlook
@@ -193,6 +193,12 @@ class Gate:
             if predicted.ttft_seconds + wait <= limit:
                 return Wait(f"its decode instance will have room in {wait:g} s")
         return admit(predicted, Slo(slo.ttft, tbt if slo.tbt is not None else None), fits_in, margin)
+
+    def too_late(self, event: PrefillFailed, now: float) -> Refusal:
+        """It gave way to others until its first token could not come in time. Advised: until that queue is through."""
+        load = self._fleet.prefill.get(event.instance)
+        wait = load.seconds(now) if load is not None else 0.0
+        return Refusal(RejectReason.TTFT_SLO, f"{event.instance}: {event.reason}; retry later", clamp_retry(wait))
 
 
 def trust(fit: Fit) -> float:

@@ -8,20 +8,23 @@ An order is in one of these states:
        |         +----------+--------+   dropped: no more compute, pages stay until the driver's I/O has ended
        +-> gone                          dropped before it had pages
 
-Orders get pages in arrival order and never overtake each other for them, but for those that wait for blocks which an
-earlier order computes: they load when that one is gone, and hold no pages before. An order waits for earlier ones
-only, and no longer than those live, so nothing waits in a ring or for ever.
-A step packs chunks of ready orders in arrival order up to `chunk_tokens`, so short prompts share a step. Layer-wise
-stores keep a page busy after its last step: only `KvStored` frees it (PAPER §3).
+Orders get pages, and ready ones chunks of a step of up to `chunk_tokens`, in the order of their line (`line.py`): short
+prompts share a step, and go between the chunks of a long one that can afford it. Those that wait for blocks which an
+order before them computes load when that one is gone, and hold no pages before; they wait for earlier orders only, and
+no longer than those live, so nothing waits in a ring or for ever. Layer-wise stores keep a page busy after its last
+step: only `KvStored` frees it (PAPER §3). One that has not begun and cannot have its first token in time any more is
+given up.
 """
 
 from __future__ import annotations
 
 import enum
+import heapq
 from dataclasses import dataclass, field
 
 from msgspec import Struct
 
+from moonpool.core.line import FOREVER, Line, Turn
 from moonpool.core.pages import PagePool, pages_for
 from moonpool.core.vocabulary import RequestId
 
@@ -32,6 +35,12 @@ class Ordered(Struct, frozen=True):
     request: RequestId
     attempt: int
     tokens: int
+    rank: int = 0
+    """Of its priority class: the smaller, the sooner."""
+    seconds: float = 0.0
+    """Predicted for computing it; where it is 0 for all, they go in order of arrival."""
+    ttft_left: float | None = None
+    """Seconds from now until its first token must come; None: it is computed, however late."""
     after: tuple[RequestId, int] | None = None
     """It loads once this order is over, which computes blocks of its prefix; one that is not here is not waited for."""
 
@@ -102,8 +111,16 @@ class Refuse(Struct, frozen=True):
     reason: str
 
 
+class GiveUp(Struct, frozen=True):
+    """The order cannot be computed in time any more; `Drain` follows if it has pages, else it is gone."""
+
+    request: RequestId
+    attempt: int
+    reason: str
+
+
 PrefillEvent = Ordered | Loaded | StepDone | KvStored | Dropped
-PrefillAction = Load | Step | Drain | Refuse
+PrefillAction = Load | Step | Drain | Refuse | GiveUp
 
 
 class _State(enum.Enum):
@@ -123,7 +140,15 @@ class _Order:
     computed: int = 0
     pages: list[int] = field(default_factory=list)
     dropped: bool = False
+    came: float = 0.0
+    begun: bool = False
+    """A chunk of it has been computed, or is."""
+    per_token: float = 0.0
+    """Predicted seconds of each token to compute."""
 
+
+TRUST = 0.8
+"""Of the predicted work, when it is asked whether an order is too late: predictions are not exact."""
 
 _Id = tuple[RequestId, int]
 
@@ -136,21 +161,26 @@ class PrefillInstance:
         self._queue_bound = queue_bound
         self._orders: dict[_Id, _Order] = {}
         self._stepping: tuple[_Order, ...] = ()
+        self._line: Line[_Order] = Line()
+        self._turns: dict[_Id, Turn[_Order]] = {}
+        """Of the orders in line: all but those that drain."""
+        self._without_pages = 0
+        self._latest: list[tuple[float, _Id]] = []
+        """A heap: when they must begin at the latest. Some have begun or are gone."""
 
     @property
     def queued(self) -> int:
-        return sum(o.state is not _State.DRAINING for o in self._orders.values())
+        return len(self._turns)
 
     @property
     def queued_tokens(self) -> int:
-        return sum(o.tokens - o.computed for o in self._orders.values() if o.state is not _State.DRAINING)
+        return sum(order.tokens - order.computed for order in self._line)
 
     def handle(self, event: PrefillEvent, now: float) -> tuple[PrefillAction, ...]:
-        del now  # order by slack comes with priority classes
         actions: list[PrefillAction] = []
         match event:
             case Ordered():
-                self._take(event, actions)
+                self._take(event, actions, now)
             case Loaded():
                 self._loaded(event, actions)
             case StepDone():
@@ -159,11 +189,12 @@ class PrefillInstance:
                 self._stored((request, attempt))
             case Dropped(request, attempt):
                 self._drop(self._orders.get((request, attempt)), actions)
+        self._give_up_late(actions, now)
         self._start_loads(actions)
         self._start_step(actions)
         return tuple(actions)
 
-    def _take(self, event: Ordered, actions: list[PrefillAction]) -> None:
+    def _take(self, event: Ordered, actions: list[PrefillAction], now: float) -> None:
         id_ = (event.request, event.attempt)
         if id_ in self._orders:
             return
@@ -175,10 +206,31 @@ class PrefillInstance:
             actions.append(Refuse(*id_, f"{self._queue_bound} prompts wait here already"))
         else:
             after = event.after if event.after in self._orders else None
-            self._orders[id_] = _Order(event.request, event.attempt, event.tokens, after)
+            order = _Order(event.request, event.attempt, event.tokens, after, came=now)
+            order.per_token = event.seconds / event.tokens
+            limit = FOREVER if event.ttft_left is None else now + event.ttft_left
+            turn = Turn(order, event.rank, event.seconds, limit)
+            self._orders[id_], self._turns[id_] = order, turn
+            self._line.join(turn, now)
+            self._without_pages += 1
+            if limit < FOREVER:
+                heapq.heappush(self._latest, (limit - TRUST * event.seconds, id_))
+
+    def _give_up_late(self, actions: list[PrefillAction], now: float) -> None:
+        latest = self._latest
+        while latest and latest[0][0] < now:
+            _, id_ = heapq.heappop(latest)
+            order = self._orders.get(id_)
+            if order is None or order.begun or order.dropped:
+                continue
+            reason = f"it has waited {now - order.came:.1f} s here and cannot have its first token in time any more"
+            actions.append(GiveUp(*id_, reason))
+            self._drop(order, actions)
 
     def _start_loads(self, actions: list[PrefillAction]) -> None:
-        for order in self._orders.values():
+        if not self._without_pages:
+            return
+        for order in self._line:
             if order.state is not _State.QUEUED or order.after in self._orders:
                 continue
             needed = pages_for(order.tokens, self._block_tokens)
@@ -186,6 +238,7 @@ class PrefillInstance:
                 return
             order.pages = self.pool.allocate(needed)
             order.state = _State.LOADING
+            self._without_pages -= 1
             actions.append(Load(order.request, order.attempt, tuple(order.pages)))
 
     def _loaded(self, event: Loaded, actions: list[PrefillAction]) -> None:
@@ -196,6 +249,8 @@ class PrefillInstance:
         if order.computed >= order.tokens:
             raise ValueError(f"{order.computed} of {order.tokens} tokens loaded: one must be left to compute")
         order.state = _State.READY
+        turn = self._turns[(event.request, event.attempt)]
+        order.per_token = turn.seconds / (order.tokens - order.computed)
 
     def _start_step(self, actions: list[PrefillAction]) -> None:
         if self._stepping:
@@ -203,8 +258,10 @@ class PrefillInstance:
         room = self._chunk_tokens
         chunks: list[Chunk] = []
         orders: list[_Order] = []
-        for order in self._orders.values():
-            if order.state is not _State.READY or room == 0:
+        for order in self._line:
+            if room == 0:
+                break
+            if order.state is not _State.READY:
                 continue
             count = min(room, order.tokens - order.computed)
             last = order.computed + count == order.tokens
@@ -215,6 +272,7 @@ class PrefillInstance:
             self._stepping = tuple(orders)
             for order, chunk in zip(orders, chunks, strict=True):
                 order.computed += chunk.count
+                order.begun = True
             actions.append(Step(tuple(chunks)))
 
     def _step_done(self, event: StepDone, actions: list[PrefillAction]) -> None:
@@ -224,19 +282,28 @@ class PrefillInstance:
                 order.dropped = True
             if order.dropped or order.computed == order.tokens:
                 self._drain(order, actions)
+            else:
+                left = order.per_token * (order.tokens - order.computed)
+                self._line.work(self._turns[(order.request, order.attempt)], left)
 
     def _drop(self, order: _Order | None, actions: list[PrefillAction]) -> None:
         if order is None or order.dropped:
             return
         order.dropped = True
         if order.state is _State.QUEUED:
+            self._without_pages -= 1
+            self._leave_line(order)
             del self._orders[(order.request, order.attempt)]
         elif order.state is not _State.DRAINING and order not in self._stepping:
             self._drain(order, actions)
 
     def _drain(self, order: _Order, actions: list[PrefillAction]) -> None:
         order.state = _State.DRAINING
+        self._leave_line(order)
         actions.append(Drain(order.request, order.attempt))
+
+    def _leave_line(self, order: _Order) -> None:
+        self._line.leave(self._turns.pop((order.request, order.attempt)))
 
     def _stored(self, id_: _Id) -> None:
         order = self._orders.get(id_)
@@ -246,6 +313,11 @@ class PrefillInstance:
 
     def check_integrity(self) -> None:
         self.pool.check_integrity()
+        self._line.check_integrity()
+        waiting = [o for o in self._orders.values() if o.state is not _State.DRAINING]
+        assert sorted(self._turns) == sorted((o.request, o.attempt) for o in waiting)
+        assert sorted(map(id, self._line)) == sorted(map(id, waiting))
+        assert self._without_pages == sum(o.state is _State.QUEUED for o in waiting)
         held = [page for order in self._orders.values() for page in order.pages]
         assert len(held) == len(set(held)) == self.pool.used
         for order in self._orders.values():

@@ -66,6 +66,8 @@ class _Job:
     finish: str | None = None
     """Set when the first token already ends the request."""
     failure: str | None = None
+    late: bool = False
+    """It was given up: its first token could not come in time any more."""
 
     @property
     def id(self) -> tuple[RequestId, int]:
@@ -169,7 +171,10 @@ class PrefillWorker:
         job = _Job(work, time.monotonic(), list(work.tokens))
         self._jobs[job.id] = job
         log.debug("request %s: %s attempt %d, %d tokens", work.label, *job.id, len(job.tokens))
-        self._feed(core.Ordered(*job.id, len(job.tokens), work.place.awaits))
+        place = work.place
+        self._feed(
+            core.Ordered(*job.id, len(job.tokens), place.rank, place.compute_seconds, place.ttft_left, place.awaits)
+        )
 
     def _drop_up_to(self, request: RequestId, attempt: int) -> None:
         self._ended.add(request, attempt)
@@ -193,6 +198,12 @@ class PrefillWorker:
                     self._life.spawn(self._step(chunks))
                 case core.Drain(request, attempt):
                     self._life.spawn(self._drain(self._jobs[(request, attempt)]))
+                case core.GiveUp(request, attempt, reason):
+                    job = self._jobs[(request, attempt)]
+                    job.failure, job.late, job.dropped = reason, True, True
+                    if not job.pages:
+                        del self._jobs[job.id]
+                        self._fail(job, reason)
                 case core.Refuse(request, attempt, reason):
                     job = self._jobs.pop((request, attempt))
                     self._fail(job, reason)
@@ -374,4 +385,4 @@ class PrefillWorker:
         self._totals.failures += 1
         self._ended.add(*job.id)
         log.warning("request %s: %s attempt %d gave up: %s", job.work.label, *job.id, reason)
-        self._life.tell(PrefillFailed(*job.id, self._life.link.me.id, reason))
+        self._life.tell(PrefillFailed(*job.id, self._life.link.me.id, reason, job.late))

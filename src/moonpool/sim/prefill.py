@@ -14,6 +14,7 @@ from moonpool.core.prefill import (
     Chunk,
     Drain,
     Dropped,
+    GiveUp,
     KvStored,
     Load,
     Loaded,
@@ -91,7 +92,8 @@ class SimPrefill:
     def order(self, order: Order) -> None:
         id_ = order.request.id, order.place.attempt
         self._orders[id_] = order
-        self._feed(Ordered(*id_, order.tokens, order.place.awaits))
+        place = order.place
+        self._feed(Ordered(*id_, order.tokens, place.rank, place.compute_seconds, place.ttft_left, place.awaits))
 
     def cancel(self, request: RequestId, attempt: int) -> None:
         if (request, attempt) in self._orders:
@@ -110,6 +112,10 @@ class SimPrefill:
                     self._step(chunks)
                 case Drain(request, attempt):
                     self._clock.after(0.0, partial(self._drained, (request, attempt)))
+                case GiveUp(request, attempt, reason):
+                    if self._orders[request, attempt].began is None:
+                        self._forget((request, attempt))
+                    self._tell(PrefillFailed(request, attempt, self.id, reason, late=True))
                 case Refuse(request, attempt, reason):
                     del self._orders[request, attempt]
                     self._tell(PrefillFailed(request, attempt, self.id, reason))
