@@ -208,6 +208,10 @@ def simulate(
         str, typer.Option("--seeds", "--seed", help="Of what is drawn; several, with commas between, give intervals.")
     ] = "0",
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one HTML file with charts.")] = None,
+    classes: Annotated[str | None, typer.Option(metavar="FILE", help="YAML file with priority classes.")] = None,
+    mix: Annotated[
+        str | None, typer.Option(help="Who asks for which: high=0.3,low=0.7 (default: equal parts).")
+    ] = None,
     as_json: AsJson = False,
     jobs: Annotated[int, typer.Option(min=0, max=64, help="Processes; 0: as many as cores.")] = 0,
 ) -> int:
@@ -231,6 +235,8 @@ def simulate(
         html=html,
         as_json=as_json,
         jobs=jobs,
+        classes=classes,
+        mix=mix,
     )
     return run(wanted)
 

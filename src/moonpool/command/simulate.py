@@ -13,11 +13,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from moonpool.command.classes import read_classes, read_mix
 from moonpool.command.columns import compared, figures
 from moonpool.command.elsewhere import Said, Task
 from moonpool.command.hardware import hardware_profile
 from moonpool.command.machine import cores
 from moonpool.command.processes import run_all
+from moonpool.command.settings import duration
 from moonpool.command.workload import Traffic, Workload
 from moonpool.core.admission import ADMISSION_POLICIES, AdmissionPolicy
 from moonpool.core.conductor import ConductorConfig
@@ -57,6 +59,10 @@ class Wanted(msgspec.Struct, frozen=True):
     html: Path | None
     as_json: bool
     jobs: int
+    classes: str | None = None
+    """A YAML file."""
+    mix: str | None = None
+    """`high=0.3,low=0.7`."""
 
 
 class SimulationReport(msgspec.Struct, frozen=True):
@@ -140,6 +146,8 @@ def _configurations(wanted: Wanted) -> tuple[Configuration, ...]:
     """Of the files, which the flags complete; else every placement with every admission."""
     profile = hardware_profile(wanted.hardware)
     found = []
+    classes = read_classes(wanted.classes, "--classes", duration) if wanted.classes else ()
+    mix = read_mix(wanted.mix, classes)
     for placement in _some_of("--placement", wanted.placement, PLACEMENT_POLICIES):
         for admission in _some_of("--admission", wanted.admission, ADMISSION_POLICIES):
             config = ConductorConfig(
@@ -148,10 +156,10 @@ def _configurations(wanted: Wanted) -> tuple[Configuration, ...]:
                 threshold=wanted.threshold,
                 slo=Slo(wanted.ttft, wanted.tbt),
                 queue_bound=QUEUE_BOUND,
+                classes=classes,
             )
-            found.append(
-                Configuration(f"{placement} {admission}", Setup(profile, wanted.prefill, wanted.decode, config))
-            )
+            setup = Setup(profile, wanted.prefill, wanted.decode, config, mix=mix)
+            found.append(Configuration(f"{placement} {admission}", setup))
     if not wanted.files:
         return tuple(found)
     read = tuple(read_configuration(file, found[0].setup, hardware_profile) for file in wanted.files)

@@ -13,8 +13,9 @@ from moonpool.core import events as ev
 from moonpool.core.admission import Refusal
 from moonpool.core.adoption import Adoption
 from moonpool.core.booking import book, unbook_prefill
-from moonpool.core.classes import Classes
+from moonpool.core.classes import Classes, is_batch
 from moonpool.core.directory import Directory
+from moonpool.core.displacing import Displacing
 from moonpool.core.endings import DEADLINE, GRACE_SECONDS, Endings
 from moonpool.core.fleet import Fleet
 from moonpool.core.gate import Gate
@@ -25,7 +26,7 @@ from moonpool.core.placement import Choice, place
 from moonpool.core.requests import AT_WORKERS, Phase, Placement, Request, Requests
 from moonpool.core.settings import ConductorConfig
 from moonpool.core.sweeper import Sweeper
-from moonpool.core.vocabulary import PartId, RequestId
+from moonpool.core.vocabulary import PartId, RejectReason, RequestId
 from moonpool.core.why import Why
 
 PREEMPTED = "pages ran out on the decode instance"
@@ -45,6 +46,7 @@ class Attempts:
         self._adoption = Adoption(config, fleet, self.requests, self._outlook, out)
         self.why = Why()
         self.sweeper = Sweeper(fleet, directory, config.transfer_cost, self.endings.decisions, out)
+        self._displacing = Displacing(config, fleet, self.requests, self.endings)
         self._config = config
         self._rng = np.random.Generator(np.random.PCG64(seed))
         self._fleet = fleet
@@ -65,41 +67,44 @@ class Attempts:
         else:
             self.endings.decisions.arrived += 1
             refusal = self._gate.at_arrival(event, self.requests, now)
-            if refusal is not None:
+            behind = self.requests.newest_behind(self.requests.classes.of(event.priority).rank) if refusal else None
+            if refusal is not None and behind is None:
                 self.requests.remember(event.request, event.attempt)
                 self.endings.send_reject(event, refusal)
                 return
-            request = self.requests.add(event, now)
+            request = self.requests.add(event, now, self._gate.work_seconds(event))
+            if behind is not None:
+                self._displacing.displace(behind, request, now)
         self._serve(request, now)
 
     def placed_before(self, event: ev.PlacedBefore, now: float) -> None:
         self.endings.decisions.adopted += self._adoption.placed_before(event, now)
 
     def serve_held(self, now: float) -> None:
-        """All that are held, in order of arrival; one that waited long enough is not overtaken."""
+        """All that are held, in order of their turns; one that waited long enough is not overtaken by its rank."""
         self.endings.may_serve = False
-        closed: dict[str, None] = {}
-        turned_away: dict[str, list[tuple[int, int, bool]]] = {}
+        closed: dict[str, int] = {}
+        turned_away: dict[str, list[tuple[int, int, int, bool]]] = {}
         for request in self.requests.held():
-            model = request.arrived.model
-            if model in closed:
+            model, rank = request.arrived.model, request.priority.rank
+            if model in closed and rank >= closed[model]:
                 continue
             # Room only shrinks in this pass: who needs no less than one that found none finds none either.
-            size = request.arrived.prompt_tokens, request.total_tokens, request.preemptions > 0
+            size = rank, request.arrived.prompt_tokens, request.total_tokens, request.preemptions > 0
             known = turned_away.setdefault(model, [])
             if not any(all(a >= b for a, b in zip(size, least, strict=True)) for least in known):
                 if not self._try(request, now):
                     continue
                 known.append(size)
             if self._keeps_turn(request, now):
-                closed[model] = None
+                closed[model] = rank
 
     def _serve(self, request: Request, now: float) -> None:
         model, tokens, must_wait = request.arrived.model, 0, False
         for earlier in self.requests.held():
-            if earlier.serial >= request.serial:
+            if (earlier.turn, earlier.serial) >= (request.turn, request.serial):
                 break
-            if earlier.arrived.model == model:
+            if earlier.arrived.model == model and earlier.priority.rank <= request.priority.rank:
                 tokens += earlier.arrived.prompt_tokens
                 must_wait = must_wait or self._keeps_turn(earlier, now)
         if not must_wait:
@@ -120,16 +125,27 @@ class Attempts:
         if request.not_before > now:
             self._hold(request, "it failed before and waits a moment")
             return False
+        if is_batch(request.priority) and self.requests.held_before_batch:
+            self._hold(request, "batch work waits until nothing else does")
+            return False
         config = self._config
         room_now = not self._gate.judges_room(request)
         found = options_for(request, self._fleet, self._directory, config, now, room_now)
+        if isinstance(found, Wait) and self._displacing.make_room(request, now):
+            found = options_for(request, self._fleet, self._directory, config, now, room_now)
         answer: Refusal | Wait | None
         if isinstance(found, Options):
             choice = place(config.placement, found.view, found.wanted, self._rng, config.threshold)
             answer = self._gate.at_placement(request, found, choice, now)
             self.why.weighed(request, found, choice, answer, now)
+            if answer is not None and self._clear(choice, request, answer, now):
+                # Batch work was in its way; now it is as if there had been none.
+                return self._try(request, now)
+            if answer is None and is_batch(request.priority) and not self._gate.is_idle(choice):
+                answer = Wait("batch work waits until its decode instance has less to do")
             if answer is None:
                 self._reserve(request, found, choice, now)
+                self._displacing.make_way(self._fleet.decode[choice.decode.id], request, now)
                 return False
         else:
             answer = found
@@ -142,6 +158,12 @@ class Attempts:
             answer = refusal
         self.endings.reject(request, answer, now)
         return False
+
+    def _clear(self, choice: Choice, request: Request, answer: Refusal | Wait, now: float) -> bool:
+        """Whether batch work has left the decode instance that would be too busy."""
+        if is_batch(request.priority) or (isinstance(answer, Refusal) and answer.reason is RejectReason.TTFT_SLO):
+            return False
+        return self._displacing.clear_batch(self._fleet.decode[choice.decode.id], request, now)
 
     def _hold(self, request: Request, reason: str) -> None:
         if not request.hold_sent:

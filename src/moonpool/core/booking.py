@@ -14,10 +14,10 @@ def book(request: Request, placed: Placement, fleet: Fleet, now: float) -> None:
 
 
 def book_prefill(request: Request, placed: Placement, fleet: Fleet, now: float) -> None:
-    choice, keys = placed.choice, placed.keys
-    prefill = choice.prefill
+    choice, rank = placed.choice, request.priority.rank
+    prefill, lacking = choice.prefill, placed.keys[choice.prefill.resident_blocks :]
     tokens = request.arrived.prompt_tokens - choice.hit_blocks * placed.space.block_tokens
-    fleet.prefill[prefill.id].add(request.id, choice.prefill_seconds, tokens, keys[prefill.resident_blocks :], now)
+    fleet.prefill[prefill.id].add(request.id, choice.prefill_seconds, tokens, lacking, now, rank)
     if choice.fetch is not None:
         # Other transfers do not end before this one, which they would have to pass.
         for node in (fleet.nodes[choice.fetch.source], fleet.nodes.get(prefill.node)):
@@ -26,7 +26,7 @@ def book_prefill(request: Request, placed: Placement, fleet: Fleet, now: float) 
 
 
 def book_decode(request: Request, placed: Placement, fleet: Fleet) -> None:
-    share = Share(placed.pages, request.arrived.prompt_tokens)
+    share = Share(placed.pages, request.arrived.prompt_tokens, rank=request.priority.rank)
     fleet.decode[placed.choice.decode.id].assign(request.id, share)
 
 

@@ -9,7 +9,7 @@ capacity only.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from moonpool.core.vocabulary import PriorityClass, Slo
 
@@ -44,13 +44,33 @@ class Classes:
             return next((c for c in served if c.rank >= rank), served[-1])
         return self._default
 
+    def sooner(self, priority: PriorityClass) -> tuple[PriorityClass, ...]:
+        """Those of an earlier rank for which something is kept."""
+        return tuple(c for c in self.all if c.share and c.rank < priority.rank)
+
+    def place(self, priority: PriorityClass) -> int:
+        """Of its rank in the order of all ranks, from 0."""
+        return len({c.rank for c in self.all if c.rank < priority.rank})
+
     def limits(self, own: Slo, priority: PriorityClass) -> Slo:
         """The request's own before its class's before those of all. Batch work has none."""
-        if priority is BATCH:
+        if is_batch(priority):
             return Slo()
         ttft = next((s.ttft for s in (own, priority.slo) if s.ttft is not None), self._slo.ttft)
         tbt = next((s.tbt for s in (own, priority.slo) if s.tbt is not None), self._slo.tbt)
         return Slo(ttft, tbt)
+
+
+def is_batch(priority: PriorityClass) -> bool:
+    return priority.rank >= BATCH.rank
+
+
+def kept(sooner: tuple[PriorityClass, ...], taken: Callable[[int], float]) -> float:
+    """The share, 0 to 1, of something that must stay free for these classes: what each has not taken of its own yet.
+
+    `taken`: the share that a rank has.
+    """
+    return sum([max(c.share - taken(c.rank), 0.0) for c in sooner]) if sooner else 0.0
 
 
 def check_classes(classes: Sequence[PriorityClass]) -> None:

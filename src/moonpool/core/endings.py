@@ -64,10 +64,10 @@ class Endings:
     def fail(self, request: Request, cause: str, reason: str, now: float, reporter: PartId | None = None) -> None:
         """The attempt is over; the gateway is asked for the next, as long as deadline and attempts allow.
 
-        `cause` is a key of `Decisions.resubmitted`; preemptions are no failures.
+        `cause` is a key of `Decisions.resubmitted`; who is preempted or displaced has not failed.
         """
         self.leave(request, now, reporter)
-        failed = cause != "preempted"
+        failed = cause not in ("preempted", "displaced")
         request.failures += failed
         limit = self._config.max_failed_attempts
         if request.failures >= limit:

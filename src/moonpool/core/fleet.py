@@ -60,6 +60,19 @@ class Part:
 
 
 @dataclass(slots=True)
+class Tally:
+    """What the requests of one rank take."""
+
+    count: int = 0
+    amount: float = 0.0
+
+    def add(self, count: int, amount: float) -> None:
+        self.count += count
+        # What rounding has left goes with the last.
+        self.amount = self.amount + amount if self.count else 0.0
+
+
+@dataclass(slots=True)
 class PrefillLoad:
     part: Part
     space: KeySpace
@@ -75,9 +88,24 @@ class PrefillLoad:
     """Of all in the queue."""
     placed: int = 0
     """Requests since it came."""
+    _ranks: dict[RequestId, int] = field(default_factory=dict)
+    """Of those that are not of rank 0."""
+    _by_rank: dict[int, Tally] = field(default_factory=dict)
+    """Those ranks."""
 
-    def add(self, request: RequestId, seconds: float, tokens: int, keys: tuple[BlockKey, ...], now: float) -> None:
+    def add(
+        self,
+        request: RequestId,
+        seconds: float,
+        tokens: int,
+        keys: tuple[BlockKey, ...],
+        now: float,
+        rank: int = 0,
+    ) -> None:
         """`tokens` to compute; `keys`: the blocks of the prompt that its node lacks."""
+        if rank:
+            self._ranks[request] = rank
+            self._by_rank.setdefault(rank, Tally()).add(1, seconds)
         if not self.queue:
             self.head_since, self._head_seconds = now, seconds
         self.queue[request] = seconds
@@ -89,6 +117,8 @@ class PrefillLoad:
         if request not in self.queue:
             return
         queue = self.queue
+        if (rank := self._ranks.pop(request, 0)) != 0:
+            self._by_rank[rank].add(-1, -queue[request])
         was_head = next(iter(queue)) == request
         self._queued_seconds -= queue.pop(request)
         if not queue:
@@ -107,20 +137,43 @@ class PrefillLoad:
             return self._queued_seconds - self._head_seconds
         return self._queued_seconds - passed if passed > 0.0 else self._queued_seconds
 
+    def seconds_before(self, rank: int, now: float) -> float:
+        """Until all that is queued of this rank and of sooner ones is computed: the others give way to it."""
+        passed_over = sum([tally.amount for other, tally in self._by_rank.items() if other > rank])
+        if rank < 0:
+            passed_over += self._queued_seconds - sum([tally.amount for tally in self._by_rank.values()])
+        return max(self.seconds(now) - passed_over, 0.0)
+
+    def taken(self, rank: int) -> float:
+        """The share of its slots that this rank has; 0 where their number is unknown."""
+        slots = self.part.capacity.slots
+        return self.count(rank) / slots if slots else 0.0
+
+    def count(self, rank: int) -> int:
+        if rank:
+            return self._by_rank[rank].count if rank in self._by_rank else 0
+        return len(self.queue) - len(self._ranks)
+
     @property
     def queued_seconds(self) -> float:
         """Of computing all that is queued, the first of it from its beginning."""
         return self._queued_seconds
 
-    def has_slot(self) -> bool:
+    def has_slot(self, kept: float = 0.0) -> bool:
+        """`kept`: the share of slots that must stay free."""
         slots = self.part.capacity.slots
-        return slots == 0 or len(self.queue) < slots
+        return slots == 0 or len(self.queue) < slots * (1.0 - kept)
 
     def check_integrity(self) -> None:
         seconds = list(self.queue.values())
         assert all(some >= 0 for some in seconds)
         assert math.isclose(self._queued_seconds, sum(seconds), rel_tol=1e-6, abs_tol=1e-9)
         assert self._head_seconds == (seconds[0] if seconds else 0.0)
+        assert self._ranks.keys() <= self.queue.keys()
+        for rank, tally in self._by_rank.items():
+            own = [self.queue[request] for request, other in self._ranks.items() if other == rank]
+            assert tally.count == len(own)
+            assert math.isclose(tally.amount, sum(own), rel_tol=1e-6, abs_tol=1e-6)
 
 
 @dataclass(slots=True)
@@ -130,6 +183,7 @@ class Share:
     pages: int
     tokens: int
     joined: bool = False
+    rank: int = 0
 
 
 @dataclass(slots=True)
@@ -149,6 +203,8 @@ class DecodeLoad:
     _pages: int = 0
     _pages_to_join: int = 0
     """Of those that have not joined yet."""
+    _by_rank: dict[int, Tally] = field(default_factory=dict)
+    """Pages."""
 
     @property
     def batch(self) -> int:
@@ -162,17 +218,31 @@ class DecodeLoad:
     def committed_pages(self) -> int:
         return max(self._pages, self.pages_used + self._pages_to_join)
 
-    def has_room(self, pages: int, batch_ahead: float) -> bool:
-        """An empty instance takes whatever fits alone, so that nobody waits for ever."""
+    def taken(self, rank: int) -> float:
+        """The share of its pages, or of its slots if that is more, that this rank has."""
+        tally, capacity = self._by_rank.get(rank), self.part.capacity
+        if tally is None:
+            return 0.0
+        return max(tally.amount / max(capacity.pages, 1), tally.count / capacity.slots if capacity.slots else 0.0)
+
+    @property
+    def is_over(self) -> bool:
+        """Somebody will have to wait for a slot or for pages."""
+        slots = self.part.capacity.slots
+        return (slots > 0 and self.batch > slots) or self.committed_pages > self.part.capacity.pages
+
+    def has_room(self, pages: int, batch_ahead: float, kept: float = 0.0) -> bool:
+        """`kept`: the share that must stay free. An empty instance takes whatever fits alone: nobody waits for ever."""
         if self.batch == 0:
             return True
         slots = self.part.capacity.slots
-        has_slot = slots == 0 or self.batch < slots * (1 + batch_ahead)
-        return has_slot and self.committed_pages + pages <= self.part.capacity.pages
+        has_slot = slots == 0 or self.batch < slots * (1 + batch_ahead) * (1.0 - kept)
+        return has_slot and self.committed_pages + pages <= self.part.capacity.pages * (1.0 - kept)
 
     def assign(self, request: RequestId, share: Share) -> None:
         """`share` has not joined yet."""
         self.assigned[request] = share
+        self._by_rank.setdefault(share.rank, Tally()).add(1, share.pages)
         self._tokens += share.tokens
         self._pages += share.pages
         self._pages_to_join += share.pages
@@ -190,6 +260,7 @@ class DecodeLoad:
         self.ahead.leave(request)
         if share is None:
             return
+        self._by_rank[share.rank].add(-1, -share.pages)
         self._tokens -= share.tokens
         self._pages -= share.pages
         if share.joined:
@@ -212,6 +283,9 @@ class DecodeLoad:
         assert self.ahead.joined.keys() == {id_ for id_, share in self.assigned.items() if share.joined}
         assert self.ahead.coming.keys() == {id_ for id_, share in self.assigned.items() if not share.joined}
         self.ahead.check_integrity()
+        for rank, tally in self._by_rank.items():
+            own = [share.pages for share in shares if share.rank == rank]
+            assert (tally.count, tally.amount) == (len(own), sum(own))
 
 
 @dataclass(slots=True)

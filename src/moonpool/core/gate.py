@@ -9,16 +9,19 @@ from msgspec import structs
 from moonpool.core.admission import (
     MOST_RETRY_SECONDS,
     DecodeLoad,
+    Margin,
     Prediction,
     Refusal,
     admit,
     check_queue,
     clamp_retry,
 )
+from moonpool.core.classes import kept
 from moonpool.core.cost import Fit
 from moonpool.core.events import PrefillFailed, RequestArrived
+from moonpool.core.fleet import DecodeLoad as Ledger
 from moonpool.core.fleet import Fleet
-from moonpool.core.options import Options, Wait
+from moonpool.core.options import BATCH_SPARES, Options, Wait
 from moonpool.core.outlook import Outlook
 from moonpool.core.placement import Choice
 from moonpool.core.requests import Placement, Request, Requests
@@ -29,6 +32,8 @@ TRUSTED_OBSERVATIONS = 8
 """After so many a fitted cost is believed in full."""
 PROBE_SECONDS = 60.0
 """A prefill instance that had nothing to do for so long gets a request whatever its cost model says."""
+MOST_KEPT = 0.6
+"""Of a decode instance, beside the margin that is learned."""
 _LEAVING_WEIGHT = 0.02
 """Small: prompts that share a chunk leave together."""
 _PRIOR_LEAVERS = 8
@@ -56,9 +61,15 @@ class Gate:
         self._last_left = now if 2 * waiting > self._config.queue_bound else None
 
     def at_arrival(self, event: RequestArrived, requests: Requests, now: float) -> Refusal | None:
-        if event.attempt > 1 or requests.waiting < self._config.queue_bound:
+        bound = self._config.queue_bound
+        if event.attempt > 1:
             return None
-        return check_queue(requests.waiting, self._config.queue_bound, self._backlog(event, requests, now))
+        sooner = requests.classes.sooner(requests.classes.of(event.priority))
+        if sooner:
+            bound = int(bound * (1.0 - kept(sooner, lambda rank: requests.queued(rank) / bound)))
+        if requests.waiting < bound:
+            return None
+        return check_queue(requests.waiting, bound, self._backlog(event, requests, now))
 
     def _backlog(self, event: RequestArrived, requests: Requests, now: float) -> float:
         """Seconds until all that wait are computed: by the cost models, then more and more by how they have left.
@@ -100,7 +111,10 @@ class Gate:
                 ledgers = [self._fleet.decode[option.id] for option in options.view.decode]
                 load = self._outlook.mean_load(ledgers, tokens, joins_at, now)
             predicted = structs.replace(predicted, decode=load)
-        return admit(predicted, slo, lambda: self._outlook.fits_in(ledger, tokens, joins_at, slo.tbt, 0.0, now))
+        margin = Margin(decode=_kept(request, ledger))
+        return admit(
+            predicted, slo, lambda: self._outlook.fits_in(ledger, tokens, joins_at, slo.tbt, margin.decode, now), margin
+        )
 
     def late(self, request: Request, placed: Placement, reason: str, now: float) -> Refusal:
         """The decode instance does not take it after all."""
@@ -138,6 +152,11 @@ class Gate:
             clamp_retry(waited + wait - limit),
         )
 
+    def is_idle(self, choice: Choice) -> bool:
+        """Whether the instance would keep the strictest limit of any class with much to spare: for batch work."""
+        limits = [slo.tbt for slo in (self._config.slo, *(c.slo for c in self._config.classes)) if slo.tbt is not None]
+        return not limits or choice.decode.tbt_seconds <= (1.0 - BATCH_SPARES) * min(limits)
+
     def while_held(self, request: Request, now: float) -> Refusal | None:
         """One that cannot have its first token in time any more is told so at once."""
         if request.accepted or self._config.admission == "none":
@@ -158,6 +177,7 @@ class Gate:
         """The chosen instances at the time at which this very request will be there."""
         outlook, margin = self._outlook, self._outlook.margin
         ledger, tokens = self._fleet.decode[choice.decode.id], request.arrived.prompt_tokens
+        margin = Margin(margin.ttft, margin.decode + _kept(request, ledger))
         joins_at, late = now + choice.ttft_seconds, False
         tbt = min([limit for limit in (slo.tbt, ledger.ahead.strictest()) if limit is not None], default=None)
         if tbt is not None:
@@ -199,6 +219,16 @@ class Gate:
         load = self._fleet.prefill.get(event.instance)
         wait = load.seconds(now) if load is not None else 0.0
         return Refusal(RejectReason.TTFT_SLO, f"{event.instance}: {event.reason}; retry later", clamp_retry(wait))
+
+    def work_seconds(self, event: RequestArrived) -> float:
+        """Its prompt takes, if nothing of it is cached; 0 where nobody is there to say."""
+        loads = self._fleet.prefill_for(event.model)
+        return loads[0].cost.seconds(event.prompt_tokens, 0) if loads else 0.0
+
+
+def _kept(request: Request, ledger: Ledger) -> float:
+    """The share of a decode instance that those of sooner ranks may still want; an empty one takes anybody."""
+    return min(kept(request.sooner, ledger.taken), MOST_KEPT) if ledger.batch else 0.0
 
 
 def trust(fit: Fit) -> float:

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from moonpool.core.admission import Refusal, check_context, check_room
 from moonpool.core.choice import DecodeOption, PrefillOption, Source, View, Wanted
+from moonpool.core.classes import BATCH, is_batch, kept
 from moonpool.core.directory import Directory
 from moonpool.core.fleet import DecodeLoad, Fleet, PrefillLoad
 from moonpool.core.pages import pages_for
@@ -18,6 +19,8 @@ from moonpool.core.requests import Request
 from moonpool.core.settings import ConductorConfig
 from moonpool.core.vocabulary import BlockKey, Chain, KeySpace, PartId, PartKind, RejectReason
 
+BATCH_SPARES = 0.3
+"""The share of a decode instance that batch work leaves free."""
 _UNLIMITED = 1 << 62
 Load = TypeVar("Load", PrefillLoad, DecodeLoad)
 
@@ -57,10 +60,10 @@ def options_for(
         refusal = never_fits(request, fleet, prefill, decode)
         lost = any(fleet.lost_recently(kind, model, now) for kind in (PartKind.PREFILL, PartKind.DECODE))
         return Wait(refusal.message) if request.accepted and lost else refusal
-    free_decode = [d for d in able_decode if _takes(d, fleet, needs[d.space.id], config, room_now)]
+    free_decode = [d for d in able_decode if _takes(d, fleet, request, needs[d.space.id], config, room_now)]
     if not free_decode:
         return Wait("no decode instance has room")
-    free_prefill = [p for p in able_prefill if p.has_slot()]
+    free_prefill = [p for p in able_prefill if _has_slot(p, request)]
     if not free_prefill:
         return Wait("all prefill queues are full")
     for id_ in sorted(spaces):
@@ -146,10 +149,28 @@ def _absent(
     return None
 
 
-def _takes(load: DecodeLoad, fleet: Fleet, needs: _Needs, config: ConductorConfig, room_now: bool) -> bool:
+def _takes(
+    load: DecodeLoad, fleet: Fleet, request: Request, needs: _Needs, config: ConductorConfig, room_now: bool
+) -> bool:
     if not fleet.nodes[load.part.node_id].has_room(needs.room_bytes):
         return False
-    return not room_now or load.has_room(needs.booked_pages, config.batch_ahead)
+    return not room_now or _has_room(load, request, needs.booked_pages, config)
+
+
+def _has_room(load: DecodeLoad, request: Request, pages: int, config: ConductorConfig) -> bool:
+    """Batch work takes no more than a part of the batch, and nothing ahead of it."""
+    reserved = kept(request.sooner, load.taken)
+    if is_batch(request.priority):
+        return load.has_room(pages, 0.0, min(reserved + BATCH_SPARES, 1.0))
+    # Batch work gives way, so what it has is as good as free.
+    return load.has_room(pages, config.batch_ahead, reserved - load.taken(BATCH.rank))
+
+
+def _has_slot(load: PrefillLoad, request: Request) -> bool:
+    """Batch work waits until there is nothing else to do, one after the other."""
+    if is_batch(request.priority):
+        return not load.queue
+    return load.has_slot(kept(request.sooner, load.taken))
 
 
 def _fits(load: PrefillLoad | DecodeLoad, needs: _Needs) -> bool:
@@ -177,7 +198,7 @@ def _options(
     held, nodes = dict(runs), fleet.nodes
     coming = keys if config.count_coming_blocks else ()
     view = View(
-        [_prefill_option(p, held, slow, coming, now) for p in _without(prefill, request.avoid)],
+        [_prefill_option(p, held, slow, coming, request, now) for p in _without(prefill, request.avoid)],
         [_decode_option(d, held, tokens) for d in _without(decode, request.avoid)],
         [Source(node, blocks, slow.get(node, 0)) for node, blocks in runs if node in nodes],
         config.transfer_cost,
@@ -193,7 +214,12 @@ def _without(loads: list[Load], avoid: PartId | None) -> list[Load]:
 
 
 def _prefill_option(
-    load: PrefillLoad, held: dict[PartId, int], slow: dict[PartId, int], keys: tuple[BlockKey, ...], now: float
+    load: PrefillLoad,
+    held: dict[PartId, int],
+    slow: dict[PartId, int],
+    keys: tuple[BlockKey, ...],
+    request: Request,
+    now: float,
 ) -> PrefillOption:
     """`keys` is empty where blocks that are still being computed there do not count (PAPER §9)."""
     node = load.part.node_id
@@ -202,7 +228,7 @@ def _prefill_option(
     return PrefillOption(
         load.part.id,
         node,
-        load.seconds(now),
+        _queue_seconds(load, request, now),
         end,
         load.cost,
         resident,
@@ -212,6 +238,12 @@ def _prefill_option(
         load.coming.tokens,
         load.placed,
     )
+
+
+def _queue_seconds(load: PrefillLoad, request: Request, now: float) -> float:
+    """Until its turn comes: what is of a later rank lets it pass, and those of sooner ranks will take their share."""
+    before = load.seconds_before(request.priority.rank, now)
+    return before / (1.0 - sum([c.share for c in request.sooner])) if request.sooner else before
 
 
 def _decode_option(load: DecodeLoad, held: dict[PartId, int], tokens: int) -> DecodeOption:

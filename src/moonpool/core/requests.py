@@ -16,12 +16,15 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from moonpool.core.classes import Classes
+from moonpool.core.classes import Classes, is_batch
 from moonpool.core.events import RequestArrived
+from moonpool.core.line import AGEING_SECONDS
 from moonpool.core.placement import Choice
 from moonpool.core.vocabulary import BlockKey, KeySpace, PartId, PriorityClass, RequestId, Slo
 
 REMEMBERED_ENDINGS = 4096
+UNHURRIED_SECONDS = 60.0
+"""Slack of requests without a limit: they go behind those that must be served sooner."""
 
 
 class Phase(enum.Enum):
@@ -35,6 +38,8 @@ class Phase(enum.Enum):
 
 WAITING_PHASES = (Phase.HELD, Phase.ROOM, Phase.PREFILL, Phase.RESUBMITTED)
 """These count against the queue bound."""
+QUEUED = (Phase.HELD, Phase.ROOM, Phase.PREFILL)
+"""These may make way for a request of a sooner rank."""
 AT_WORKERS = (Phase.PREFILL, Phase.MOVING, Phase.DECODING)
 
 
@@ -63,6 +68,10 @@ class Request:
     priority: PriorityClass
     limits: Slo
     """That it is held to: its own, its class's, those of all."""
+    sooner: tuple[PriorityClass, ...] = ()
+    """Classes for which something is kept from it."""
+    turn: float = 0.0
+    """Those that are held are served in order of it."""
     placement: Placement | None = None
     failures: int = 0
     preemptions: int = 0
@@ -96,14 +105,17 @@ class Request:
 class Requests:
     classes: Classes
     _live: dict[RequestId, Request] = field(default_factory=dict)
-    _held: list[tuple[int, RequestId]] = field(default_factory=list)
-    """By first arrival, so that a preempted request comes before those that arrived after it."""
+    _held: list[tuple[float, int, RequestId]] = field(default_factory=list)
+    """By turn, then by first arrival: a preempted request comes before those that arrived after it."""
+    _queued: dict[int, dict[RequestId, None]] = field(default_factory=dict)
+    """By rank, the newest last: those that no decode instance has been given yet."""
     _in_room: dict[RequestId, None] = field(default_factory=dict)
     """In the order in which they asked."""
     _phases: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(Phase, 0))
     _over: OrderedDict[RequestId, int] = field(default_factory=OrderedDict)
     """The last attempt of requests that are over."""
     _serial: int = 0
+    _held_batch: int = 0
 
     def __len__(self) -> int:
         return len(self._live)
@@ -121,12 +133,16 @@ class Requests:
         """
         return attempt <= self._over.get(id_, 0)
 
-    def add(self, event: RequestArrived, now: float) -> Request:
+    def add(self, event: RequestArrived, now: float, work_seconds: float = 0.0) -> Request:
+        """`work_seconds`: its prompt takes, if nothing of it is cached."""
         self._serial += 1
         priority = self.classes.of(event.priority)
         limits = self.classes.limits(event.slo, priority)
         request = Request(event, self._serial, now, now + event.time_left, Phase.HELD, now, priority, limits)
         request.accepted = event.attempt > 1
+        request.sooner = self.classes.sooner(priority)
+        slack = max((UNHURRIED_SECONDS if limits.ttft is None else limits.ttft) - work_seconds, 0.0)
+        request.turn = now + slack + AGEING_SECONDS * self.classes.place(priority)
         self._over.pop(request.id, None)
         self._live[request.id] = request
         self._enter(request, Phase.HELD)
@@ -157,7 +173,7 @@ class Requests:
             self._over.popitem(last=False)
 
     def held(self) -> list[Request]:
-        return [self._live[id_] for _, id_ in self._held]
+        return [self._live[id_] for _, _, id_ in self._held]
 
     def first_in_room(self) -> Request | None:
         """The one that asked first."""
@@ -166,6 +182,20 @@ class Requests:
 
     def in_room(self) -> list[Request]:
         return [self._live[id_] for id_ in self._in_room]
+
+    def queued(self, rank: int) -> int:
+        """How many of this rank are held, reserving or in prefill."""
+        return len(self._queued.get(rank, ()))
+
+    def newest_behind(self, rank: int) -> Request | None:
+        """Of those that are queued and of a later rank: the newest of the last rank."""
+        last = max((other for other, ids in self._queued.items() if ids and other > rank), default=None)
+        return None if last is None else self._live[next(reversed(self._queued[last]))]
+
+    @property
+    def held_before_batch(self) -> int:
+        """How many are held that are no batch work."""
+        return len(self._held) - self._held_batch
 
     def count(self, phase: Phase) -> int:
         return self._phases[phase]
@@ -177,15 +207,21 @@ class Requests:
     def _enter(self, request: Request, phase: Phase) -> None:
         request.phase = phase
         self._phases[phase] += 1
+        if phase in QUEUED:
+            self._queued.setdefault(request.priority.rank, {})[request.id] = None
         if phase is Phase.HELD:
-            insort(self._held, (request.serial, request.id))
+            self._held_batch += is_batch(request.priority)
+            insort(self._held, (request.turn, request.serial, request.id))
         elif phase is Phase.ROOM:
             self._in_room[request.id] = None
 
     def _leave(self, request: Request) -> None:
         self._phases[request.phase] -= 1
+        if request.phase in QUEUED:
+            del self._queued[request.priority.rank][request.id]
         if request.phase is Phase.HELD:
-            del self._held[bisect_left(self._held, (request.serial, request.id))]
+            self._held_batch -= is_batch(request.priority)
+            del self._held[bisect_left(self._held, (request.turn, request.serial, request.id))]
         elif request.phase is Phase.ROOM:
             del self._in_room[request.id]
 
@@ -193,9 +229,11 @@ class Requests:
         """Raises AssertionError where a request is in no or in two phases."""
         for phase in Phase:
             assert self._phases[phase] == sum(r.phase is phase for r in self._live.values()), phase
-        assert [id_ for _, id_ in self._held] == [
-            r.id for r in sorted(self._live.values(), key=lambda r: r.serial) if r.phase is Phase.HELD
-        ]
+        held = [r for r in self._live.values() if r.phase is Phase.HELD]
+        assert self.held() == sorted(held, key=lambda r: (r.turn, r.serial))
+        assert self._held_batch == sum(is_batch(r.priority) for r in held)
+        queued = {r.id for r in self._live.values() if r.phase in QUEUED}
+        assert sorted(id_ for ids in self._queued.values() for id_ in ids) == sorted(queued)
         assert sorted(self._in_room) == sorted(r.id for r in self._live.values() if r.phase is Phase.ROOM)
         for request in self._live.values():
             placed = request.phase in (Phase.ROOM, Phase.PREFILL, Phase.MOVING, Phase.DECODING)

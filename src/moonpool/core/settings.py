@@ -92,7 +92,7 @@ class Decisions(Struct):
     late_refused_tokens: int = 0
     """That were prefilled for them, and for nothing."""
     resubmitted: dict[str, int] = field(default_factory=dict)
-    """By cause: `prefill-failed`, `decode-refused`, `preempted`, `lost`."""
+    """By cause: `prefill-failed`, `decode-refused`, `preempted`, `displaced` (batch work), `lost`."""
     room_refused: int = 0
     room_timeouts: int = 0
     fetches: int = 0

@@ -142,6 +142,7 @@ class RejectReason(enum.Enum):
     """Why a request is not served. The gateway maps each to a status (docs/protocol.md)."""
 
     QUEUE_FULL = "queue-full"
+    DISPLACED = "displaced"
     TTFT_SLO = "ttft-slo"
     TBT_SLO = "tbt-slo"
     NO_INSTANCE = "no-instance"

@@ -14,6 +14,7 @@ REASON_HEADER = "x-moonpool-reason"
 
 _STATUS = {
     RejectReason.QUEUE_FULL: 429,
+    RejectReason.DISPLACED: 429,
     RejectReason.KV_ROOM: 429,
     RejectReason.TTFT_SLO: 429,
     RejectReason.TBT_SLO: 429,

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from moonpool.core.vocabulary import Slo
 from moonpool.report.estimates import Estimate, estimate, paired_difference
+from moonpool.report.priorities import ClassWorth
 from moonpool.report.run import Run
 
 
@@ -72,7 +73,7 @@ COMPARED = (GOODPUT, GOODPUT_TOKENS, ATTAINED, MEAN_TTFT, WASTE)
 def sections(columns: Sequence[Column]) -> list[list[Row]]:
     """What is worth a row for these configurations, in groups."""
     runs = [run for column in columns for run in column.runs]
-    return [_worth(runs), _times(), _work(), _swings(), _buckets(runs)]
+    return [_worth(runs), _times(), _work(), _swings(), _buckets(runs), *_classes(runs)]
 
 
 def differences(columns: Sequence[Column]) -> list[Difference]:
@@ -158,6 +159,21 @@ def _buckets(runs: Sequence[Run]) -> list[Row]:
         for bucket in runs[0].summary.buckets
         if bucket.name in common
     ]
+
+
+def _classes(runs: Sequence[Run]) -> list[list[Row]]:
+    """Nothing where there are no priority classes; the same requests are in the same ones, whoever serves them."""
+    names = list(dict.fromkeys(worth.name for run in runs for worth in run.classes))
+    rows = []
+    for name in names:
+        rows.append(Row(f"{name}: within its limits", _of_class(name, lambda c: c.attained / c.requests), share))
+        rows.append(Row("  refused", _of_class(name, lambda c: sum(c.refused.values()) / c.requests), share))
+        rows.append(Row("  TTFT, mean (s)", _of_class(name, lambda c: c.ttft.mean), number(2)))
+    return [rows] if rows else []
+
+
+def _of_class(name: str, of: Callable[[ClassWorth], float]) -> Callable[[Run], float]:
+    return lambda run: sum(of(worth) for worth in run.classes if worth.name == name)
 
 
 def _refused(reason: str) -> Callable[[Run], float]:

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from moonpool.core.settings import Decisions
 from moonpool.core.vocabulary import Slo
+from moonpool.report.priorities import ClassWorth
 from moonpool.report.samples import Sample, Swing, swing
 from moonpool.report.summary import Outcome, Summary, summarize
 from moonpool.report.timeline import Bin, Curve, curve, timeline
@@ -47,6 +48,8 @@ class Run(Struct, frozen=True):
     """Requests refused after some of them was computed."""
     swing: Swing
     over: Over
+    classes: tuple[ClassWorth, ...] = ()
+    """Where there are any."""
 
 
 def run_of(

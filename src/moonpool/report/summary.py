@@ -41,6 +41,8 @@ class Outcome(Struct, frozen=True):
     """Why it was not served, empty if it was."""
     fetched_tokens: int = 0
     """Those of `cached_tokens` that came from another node."""
+    priority: str = ""
+    """What it asked for."""
 
     def attains(self, slo: Slo) -> bool:
         """It is complete and within both limits (DESIGN: words)."""

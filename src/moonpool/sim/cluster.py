@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
+import numpy as np
 from msgspec import Struct
 
 from moonpool.core import actions as act
@@ -52,6 +53,8 @@ REPORT_SECONDS = 2.0
 LONGEST_ANSWER = 2048
 """What a client allows of output where the trace's own is shorter: the Conductor must not know it beforehand."""
 DEADLINE_SECONDS = 600.0
+CLASS_DRAWS = 1
+"""Beside the seed: other draws do not move when requests get classes."""
 
 
 class Setup(Struct, frozen=True):
@@ -65,6 +68,8 @@ class Setup(Struct, frozen=True):
     eviction: EvictionPolicy = "lru"
     seed: int = 0
     deadline: float = DEADLINE_SECONDS
+    mix: tuple[tuple[str, float], ...] = ()
+    """Priority classes that requests ask for, and the share of each; the seed draws which."""
 
 
 class Simulation:
@@ -101,7 +106,8 @@ class Simulation:
             id_ = PartId(f"decode-{number}")
             node = self._node(f"node-d{number}")
             self.decode[id_] = SimDecode(id_, node, profile, self.clock, self._tell, self._over)
-        self.requests = [self._request(number, request) for number, request in enumerate(trace, 1)]
+        asked = _draw_classes(setup, len(trace))
+        self.requests = [self._request(number, request, asked[number - 1]) for number, request in enumerate(trace, 1)]
         self._by_id = {request.id: request for request in self.requests}
         self._open = len(self.requests)
 
@@ -140,13 +146,13 @@ class Simulation:
         self.nodes[node.id] = node
         return node
 
-    def _request(self, number: int, trace: TraceRequest) -> SimRequest:
+    def _request(self, number: int, trace: TraceRequest, priority: str) -> SimRequest:
         whole = trace.input_tokens // self._space.block_tokens
         if trace.blocks:
             keys = tuple([BlockKey(block.to_bytes(16, "big", signed=True)) for block in trace.blocks[:whole]])
         else:
             keys = _own_keys(number, 0, whole)
-        return SimRequest(RequestId(f"r{number}"), number, trace, trace.arrival, keys)
+        return SimRequest(RequestId(f"r{number}"), number, trace, trace.arrival, keys, priority)
 
     def _register(self) -> None:
         profile = self.setup.profile
@@ -181,6 +187,7 @@ class Simulation:
                 max_output_tokens=left,
                 chains=(Chain(self._space.id, request.keys),),
                 time_left=request.arrived + self.setup.deadline - self.clock.now,
+                priority=request.priority,
             )
         )
 
@@ -278,3 +285,11 @@ def _own_keys(request: int, first: int, end: int) -> tuple[BlockKey, ...]:
     return tuple(
         [BlockKey(hashlib.blake2b(f"{request}:{at}".encode(), digest_size=16).digest()) for at in range(first, end)]
     )
+
+
+def _draw_classes(setup: Setup, count: int) -> list[str]:
+    if not setup.mix:
+        return [""] * count
+    shares = np.array([share for _, share in setup.mix])
+    rng = np.random.Generator(np.random.PCG64([setup.seed, CLASS_DRAWS]))
+    return [setup.mix[at][0] for at in rng.choice(len(shares), size=count, p=shares / shares.sum())]

@@ -31,6 +31,8 @@ class SimRequest:
     trace: TraceRequest
     arrived: float
     keys: tuple[BlockKey, ...]
+    priority: str = ""
+    """The class that it asks for."""
     attempt: int = 1
     computed_tokens: int = 0
     """By prefill, all attempts together."""
@@ -100,4 +102,5 @@ class SimRequest:
             fetched_tokens=self.fetched_tokens,
             computed_tokens=self.computed_tokens,
             refusal="" if self.refused is None else self.refused.value,
+            priority=self.priority,
         )

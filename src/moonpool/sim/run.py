@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import msgspec
+
+from moonpool.core.classes import Classes
+from moonpool.report.priorities import by_class
 from moonpool.report.run import Run, Watched, run_of
 from moonpool.sim.cluster import Setup, Simulation
 from moonpool.sim.recorder import Recorder
@@ -25,11 +29,13 @@ def run(
     simulation.run(on_progress)
     seconds = max(simulation.clock.now, 1e-9)
     prefill, decode = simulation.prefill.values(), simulation.decode.values()
-    return run_of(
+    outcomes = [request.outcome() for request in simulation.requests]
+    classes = Classes(setup.conductor.classes, setup.conductor.slo)
+    found = run_of(
         name,
         setup.seed,
         setup.conductor.slo,
-        [request.outcome() for request in simulation.requests],
+        outcomes,
         recorder.samples,
         [Watched(f"block {prefix.depth} of {prefix.prompts} prompts", prefix.prompts) for prefix in recorder.watched],
         simulation.decisions,
@@ -39,3 +45,4 @@ def run(
             sum(worker.busy_seconds for worker in decode) / len(decode) / seconds,
         ),
     )
+    return msgspec.structs.replace(found, classes=by_class(outcomes, classes) if setup.mix else ())
