@@ -294,7 +294,8 @@ STORIES = {"mine/1": b'[{"request":"g-1","outcome":"finished"}]'}
 STATE = json.dumps(
     {
         "context_tokens": CONTEXT,
-        "decisions": {"placed": 3, "by_reason": {}},
+        "decisions": {"placed": 3, "by_reason": {}, "classes": {"high": {"arrived": 5, "rejected": 2}}},
+        "classes": [{"name": "high", "rank": 0, "queued": 1}, {"name": "batch", "queued": 0}],
         "parts": [
             {"id": "decode-0", "kind": "decode", "running": 1, "pages_free": 6},
             {"id": "node-0", "kind": "node", "used_bytes": 4096, "blocks": {"dram": 2}},

@@ -117,6 +117,9 @@ def test_metrics_of_gateway_and_parts(opened: Open, tokenizer: Tokenizer) -> Non
                 'moonpool:node_blocks{node="node-0"}': 2,
                 'moonpool:decode_pages_free{decode="decode-0"}': 6,
                 'moonpool:conductor_placed{conductor="conductor"}': 3,
+                'moonpool:class_arrived{class="high"}': 5,
+                'moonpool:class_queued{class="high"}': 1,
+                'moonpool:class_queued{class="batch"}': 0,
             }
             values = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
             assert {name: float(values[name]) for name in expected} == expected

@@ -24,7 +24,7 @@ from moonpool.core.outlook import Outlook
 from moonpool.core.pages import pages_for
 from moonpool.core.placement import Choice, place
 from moonpool.core.requests import AT_WORKERS, Phase, Placement, Request, Requests
-from moonpool.core.settings import ConductorConfig
+from moonpool.core.settings import ConductorConfig, of_class
 from moonpool.core.sweeper import Sweeper
 from moonpool.core.vocabulary import PartId, RejectReason, RequestId
 from moonpool.core.why import Why
@@ -66,8 +66,10 @@ class Attempts:
             return
         else:
             self.endings.decisions.arrived += 1
+            priority = self.requests.classes.of(event.priority)
+            of_class(self.endings.decisions, priority.name).arrived += 1
             refusal = self._gate.at_arrival(event, self.requests, now)
-            behind = self.requests.newest_behind(self.requests.classes.of(event.priority).rank) if refusal else None
+            behind = self.requests.newest_behind(priority.rank) if refusal else None
             if refusal is not None and behind is None:
                 self.requests.remember(event.request, event.attempt)
                 self.endings.send_reject(event, refusal)
@@ -222,6 +224,7 @@ class Attempts:
             hit = min(hit, choice.prefill.resident_blocks)
         request.accepted = True
         self.requests.move(request, Phase.PREFILL)
+        of_class(self.endings.decisions, request.priority.name).placed += 1
         self._count_placed(placed, hit, plan.count if plan else 0)
         self._out.append(
             act.Place(

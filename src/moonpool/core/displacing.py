@@ -11,7 +11,7 @@ from moonpool.core.endings import Endings
 from moonpool.core.fleet import DecodeLoad, Fleet, Share
 from moonpool.core.options import booked_pages
 from moonpool.core.requests import Phase, Request, Requests
-from moonpool.core.settings import ConductorConfig
+from moonpool.core.settings import ConductorConfig, of_class
 from moonpool.core.vocabulary import RejectReason
 
 
@@ -53,6 +53,7 @@ class Displacing:
         return bool(victims)
 
     def displace(self, victim: Request, request: Request, now: float) -> None:
+        of_class(self._endings.decisions, victim.priority.name).displaced += 1
         whose = f"a request of class {request.priority.name}"
         if is_batch(victim.priority) and victim.placement is not None:
             self._endings.fail(victim, "displaced", f"it made way for {whose}", now)

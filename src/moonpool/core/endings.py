@@ -8,7 +8,7 @@ from moonpool.core.booking import unbook, unbook_room
 from moonpool.core.events import RequestArrived
 from moonpool.core.fleet import Fleet, Part
 from moonpool.core.requests import AT_WORKERS, Phase, Placement, Request, Requests
-from moonpool.core.settings import ConductorConfig, Decisions, count
+from moonpool.core.settings import ConductorConfig, Decisions, count, of_class
 from moonpool.core.vocabulary import PartId, PartKind, RejectReason
 
 GRACE_SECONDS = 5.0
@@ -35,6 +35,7 @@ class Endings:
         self.freed(request, placed)
         unbook(request, placed, self._fleet, now, pages)
         self.decisions.finished += 1
+        of_class(self.decisions, request.priority.name).finished += 1
         self._requests.end(request)
 
     def cancel(self, request: Request, now: float) -> None:
@@ -58,6 +59,7 @@ class Endings:
 
     def send_reject(self, event: RequestArrived, refusal: Refusal) -> None:
         count(self.decisions.rejected, refusal.reason.value)
+        of_class(self.decisions, self._requests.classes.of(event.priority).name).rejected += 1
         reason, message, after = refusal.reason, refusal.message, refusal.retry_after
         self._out.append(act.Reject(event.request, event.attempt, event.gateway, reason, message, after))
 

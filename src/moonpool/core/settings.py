@@ -75,6 +75,18 @@ class ConductorConfig(Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"output-share is {self.output_share:g}; give a number from 0 to 1")
 
 
+class ClassDecisions(Struct):
+    """Of one priority class."""
+
+    arrived: int = 0
+    placed: int = 0
+    """Further attempts included."""
+    finished: int = 0
+    rejected: int = 0
+    displaced: int = 0
+    """Made way for others: of `rejected`, and batch work that was placed again."""
+
+
 class Decisions(Struct):
     """Counted since this Conductor began."""
 
@@ -93,6 +105,7 @@ class Decisions(Struct):
     """That were prefilled for them, and for nothing."""
     resubmitted: dict[str, int] = field(default_factory=dict)
     """By cause: `prefill-failed`, `decode-refused`, `preempted`, `displaced` (batch work), `lost`."""
+    classes: dict[str, ClassDecisions] = field(default_factory=dict)
     room_refused: int = 0
     room_timeouts: int = 0
     fetches: int = 0
@@ -110,6 +123,12 @@ class Decisions(Struct):
     """Blocks, for each node that was told so."""
     parts_lost: int = 0
     snapshots_asked: int = 0
+
+
+def of_class(decisions: Decisions, name: str) -> ClassDecisions:
+    if name not in decisions.classes:
+        decisions.classes[name] = ClassDecisions()
+    return decisions.classes[name]
 
 
 def count(table: dict[str, int], name: str) -> None:

@@ -8,7 +8,7 @@ from moonpool.core.directory import Directory
 from moonpool.core.fleet import Fleet, Part
 from moonpool.core.requests import Phase, Requests
 from moonpool.core.settings import ConductorConfig, Decisions
-from moonpool.core.vocabulary import Capacity, KeySpace, PartKind
+from moonpool.core.vocabulary import Capacity, KeySpace, PartKind, Slo
 
 
 class PartState(Struct, frozen=True, omit_defaults=True):
@@ -55,6 +55,19 @@ class HoldState(Struct, frozen=True):
     held_seconds: float
     time_left: float
     prompt_tokens: int
+    priority: str = ""
+
+
+class ClassState(Struct, frozen=True):
+    """A priority class, the soonest first."""
+
+    name: str
+    rank: int
+    slo: Slo
+    """Of its requests that have no limits of their own."""
+    share: float
+    queued: int
+    """Held, reserving or in prefill."""
 
 
 class ConductorState(Struct, frozen=True):
@@ -66,6 +79,7 @@ class ConductorState(Struct, frozen=True):
     """By phase."""
     holds: tuple[HoldState, ...]
     decisions: Decisions
+    classes: tuple[ClassState, ...] = ()
     counters: dict[str, dict[str, float]] = {}
     """By part, as it sends them; filled in by the driver."""
 
@@ -80,10 +94,14 @@ def describe(
         parts=tuple(_part(p, fleet, directory, now) for p in sorted(fleet.parts.values(), key=lambda p: p.id)),
         requests={phase.value: requests.count(phase) for phase in Phase},
         holds=tuple(
-            HoldState(r.id, r.attempt, now - r.held_since, r.deadline - now, r.arrived.prompt_tokens)
+            HoldState(r.id, r.attempt, now - r.held_since, r.deadline - now, r.arrived.prompt_tokens, r.priority.name)
             for r in requests.held()
         ),
         decisions=decisions,
+        classes=tuple(
+            ClassState(c.name, c.rank, requests.classes.limits(Slo(), c), c.share, requests.queued(c.rank))
+            for c in requests.classes.all
+        ),
     )
 
 

@@ -196,10 +196,16 @@ class _DescribedPart(msgspec.Struct):
     blocks: dict[str, float] = {}
 
 
+class _DescribedClass(msgspec.Struct):
+    name: str
+    queued: int = 0
+
+
 class _Described(msgspec.Struct):
     parts: list[_DescribedPart] = []
     counters: dict[str, dict[str, float]] = {}
     decisions: dict[str, object] = {}
+    classes: list[_DescribedClass] = []
 
 
 def counters_in(state: bytes) -> list[Part]:
@@ -207,6 +213,11 @@ def counters_in(state: bytes) -> list[Part]:
     described = msgspec.json.decode(state, type=_Described)
     decisions = {name: float(n) for name, n in described.decisions.items() if isinstance(n, int | float)}
     parts: list[Part] = [("conductor", "conductor", decisions)]
+    counted = described.decisions.get("classes")
+    for each in described.classes:
+        own = counted.get(each.name) if isinstance(counted, dict) else None
+        found = {name: float(n) for name, n in own.items()} if isinstance(own, dict) else {}
+        parts.append((each.name, "class", {"queued": each.queued} | found))
     for part in described.parts:
         gauges = {name: n for name, n in msgspec.structs.asdict(part).items() if isinstance(n, int)}
         blocks = {f"blocks_{tier}": n for tier, n in part.blocks.items()}
