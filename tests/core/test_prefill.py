@@ -109,6 +109,13 @@ def test_a_sooner_rank_is_loaded_and_computed_first() -> None:
     assert load.request == rid(3)
 
 
+def test_a_later_rank_that_computes_blocks_is_not_waited_for() -> None:
+    for rank, loads in ((5, 1), (0, 0)):
+        p = instance(pages=16)
+        p.handle(Ordered(rid(1), 1, 16, rank=rank), 0.0)
+        assert len(p.handle(Ordered(rid(2), 1, 16, after=(rid(1), 1)), 0.0)) == loads
+
+
 def test_one_that_has_not_begun_and_cannot_be_in_time_is_given_up() -> None:
     p = instance(pages=16)
     for n, left in ((1, 6.0), (2, 7.0), (3, 10.5), (4, None)):

@@ -205,7 +205,7 @@ class PrefillInstance:
         elif self.queued >= self._queue_bound:
             actions.append(Refuse(*id_, f"{self._queue_bound} prompts wait here already"))
         else:
-            after = event.after if event.after in self._orders else None
+            after = self._waits_for(event)
             order = _Order(event.request, event.attempt, event.tokens, after, came=now)
             order.per_token = event.seconds / event.tokens
             limit = FOREVER if event.ttft_left is None else now + event.ttft_left
@@ -215,6 +215,13 @@ class PrefillInstance:
             self._without_pages += 1
             if limit < FOREVER:
                 heapq.heappush(self._latest, (limit - TRUST * event.seconds, id_))
+
+    def _waits_for(self, event: Ordered) -> _Id | None:
+        """One of a later rank is not waited for: others pass it."""
+        if event.after is None or event.after not in self._orders:
+            return None
+        turn = self._turns.get(event.after)
+        return event.after if turn is None or turn.rank <= event.rank else None
 
     def _give_up_late(self, actions: list[PrefillAction], now: float) -> None:
         latest = self._latest
