@@ -42,7 +42,7 @@ app.add_typer(trace_app, name="trace")
 journal_app = typer.Typer(help="Look into the Conductor's journal.", no_args_is_help=True)
 app.add_typer(journal_app, name="journal")
 
-TraceArgument = Annotated[Path, typer.Argument(metavar="FILE", help="Mooncake JSONL or Azure CSV.")]
+TraceArgument = Annotated[Path, typer.Argument(metavar="FILE", help="Mooncake JSONL, Azure or BurstGPT CSV.")]
 BlockSize = Annotated[
     int, typer.Option("--block-size", min=1, max=1 << 20, help="Tokens in a block of the trace's ids.")
 ]
@@ -184,6 +184,29 @@ def trace_describe(
     from moonpool.command.trace import describe as run
 
     return run(file, block_size, skip_bad, as_json)
+
+
+@trace_app.command("generate")
+def trace_generate(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="One of `moonpool trace kinds`, as KIND?name=value&…")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Mooncake JSONL, written anew.")],
+    requests: Annotated[int | None, typer.Option(min=1, help="How many (n).")] = None,
+    rate: Annotated[float | None, typer.Option(help="Requests a second.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of all that is drawn.")] = None,
+    block_size: BlockSize = 512,
+) -> int:
+    """Write a trace of synthetic requests."""
+    from moonpool.command.generate import generate
+
+    return generate(kind, out, {"n": requests, "rate": rate, "seed": seed}, block_size)
+
+
+@trace_app.command("kinds")
+def trace_kinds() -> int:
+    """The kinds of synthetic requests and their parameters."""
+    from moonpool.command.generate import kinds
+
+    return kinds()
 
 
 @app.command()

@@ -94,8 +94,19 @@ def test_describe_tells_size_and_sharing(trace: Path, capsys: pytest.CaptureFixt
     out = " ".join(capsys.readouterr().out.split())
     assert "(mooncake): 4 requests in 2 s, 2.00 a second, at most 2 at once, in order" in out
     assert "blocks: 10, 5 different ones, of which 2 (40%) are used once; one is used 3 times" in out
+    assert "from one time of arrival to the next: 1 s (median)" in out
+    assert "0 3 75.0% 2 23 3" in out
     describe(trace, 10, skip_bad=False, as_json=True)
-    assert json.loads(capsys.readouterr().out)["description"]["input_tokens"]["total"] == 90
+    found = json.loads(capsys.readouterr().out)["description"]
+    assert found["input_tokens"]["total"] == 90
+    assert [(f["first_block"], f["requests"], f["shared_blocks"]) for f in found["families"]] == [(0, 3, 2)]
+
+
+def test_requests_that_failed_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "burst.csv"
+    file.write_text("Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n1,m,9,9,18,x\n2,m,9,0,9,x\n")
+    describe(file, 512, skip_bad=False, as_json=False)
+    assert "requests without an answer, left out: 1" in capsys.readouterr().out
 
 
 def test_lengths_alone_can_be_described_but_hit_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

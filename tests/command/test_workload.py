@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from moonpool.cli import app
 from moonpool.command.workload import Traffic, Workload
 from moonpool.errors import ConfigError, TraceError
+from moonpool.trace.kinds import COMMON, KINDS, OF_ONE_FAMILY
 
 
 @pytest.fixture
@@ -83,3 +84,40 @@ def test_simulate_takes_every_flag(trace: Path) -> None:
     assert (report["skipped"], summary["requests"], summary["completed"]) == (1, 5, 5)
     assert summary["computed_tokens"] > 5 * 1000
     assert report != simulated(str(trace), *flags.split(), "--seed", "4"), "the seed draws the jitter"
+
+
+def test_synthetic_requests_are_made_for_the_blocks_of_the_cluster() -> None:
+    traffic = Traffic(Workload("synthetic:paper-16k?n=40&rate=.5", first=30), 64)
+    requests = list(traffic.requests())
+    assert len(requests) == 30
+    assert {len(request.blocks) for request in requests} == {250}
+    assert requests == list(traffic.requests())
+    assert next(traffic.requests(speed=2.0)).arrival == 0.0
+
+
+def test_generated_traces_are_those_that_are_simulated(tmp_path: Path) -> None:
+    file = tmp_path / "made.jsonl"
+    generate = ["trace", "generate", "poisson?n=9&input=2000", "--requests", "5", "--rate", "3", "--seed", "2"]
+    done = CliRunner().invoke(app, [*generate, "--out", str(file)])
+    assert done.exit_code == 0, done.output
+    assert "5 requests" in done.output
+    written = list(Traffic(Workload(str(file)), 512).requests())
+    drawn = list(Traffic(Workload("synthetic:poisson?n=5&rate=3&seed=2&input=2000"), 512).requests())
+    assert [request.blocks for request in written] == [request.blocks for request in drawn]
+    assert [request.arrival for request in written] == pytest.approx([request.arrival for request in drawn])
+
+
+def test_every_kind_and_parameter_is_listed() -> None:
+    done = CliRunner().invoke(app, ["trace", "kinds"])
+    assert done.exit_code == 0
+    for name in (*KINDS, *COMMON, *OF_ONE_FAMILY):
+        assert f"\n {name} " in done.output
+
+
+def test_a_trace_of_failed_requests_says_how_many(tmp_path: Path) -> None:
+    file = tmp_path / "burst.csv"
+    rows = "5,m,400,5,405,x\n6,m,400,0,400,x\n"
+    file.write_text(f"Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n{rows}")
+    done = CliRunner().invoke(app, ["simulate", str(file), "--prefill", "1", "--decode", "1"])
+    assert done.exit_code == 0, done.output
+    assert "1 requests without an answer were left out" in done.output

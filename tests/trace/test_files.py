@@ -51,6 +51,30 @@ def test_azure_rows_become_requests_without_ids(tmp_path: Path, text: str) -> No
     assert trace.format is TraceFormat.AZURE
 
 
+BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{BURST}\n5,ChatGPT,472,18,490,x\n45,GPT-4,30,0,30,x\n45.5,ChatGPT,1087,230,1317,API log\n",
+        "\ufeffSession ID,Timestamp,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\r\n"
+        "1,5,2.0,m,472,18,490,x\r\n1,45,,m,0,0,0,x\r\n2,45.5,3.0,m,1087,230,1317,x\r\n",
+    ],
+)
+def test_burstgpt_rows_become_requests_but_for_those_that_failed(tmp_path: Path, text: str) -> None:
+    trace = TraceFile(written(tmp_path, text))
+    assert list(trace) == [TraceRequest(5.0, 472, 18), TraceRequest(45.5, 1087, 230)]
+    assert (trace.format, trace.requests, trace.failed, trace.skipped) == (TraceFormat.BURSTGPT, 2, 1, 0)
+    assert len(list(trace)) == 2
+    assert trace.failed == 1, "each iteration counts anew"
+
+
+def test_a_trace_of_failures_alone_is_none(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="holds no requests"):
+        list(TraceFile(written(tmp_path, f"{BURST}\n5,ChatGPT,472,0,472,Conversation log\n")))
+
+
 GOOD = '{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": [7]}'
 AZURE = "arrived_at,num_prefill_tokens,num_decode_tokens"
 DATED = "TIMESTAMP,ContextTokens,GeneratedTokens"
@@ -70,8 +94,11 @@ BAD_LINES: dict[str, tuple[str, str | bytes, str]] = {
     "no time": (AZURE, "nan,2,3", "'nan' is not a time"),
     "no UTF-8": (AZURE, b"1,2,\xff", "decode"),
     "no date": (DATED, "yesterday,2,3", "yesterday"),
+    "columns of BurstGPT": (BURST, "5,ChatGPT,472", "3 columns, not 6"),
+    "a time before the begin": (BURST, "-5,ChatGPT,472,18,490,x", "'-5' is not a time"),
+    "half a token": (BURST, "5,ChatGPT,47.2,18,490,x", "47.2"),
 }
-NEXT = {GOOD: GOOD, AZURE: "9,9,9", DATED: "2024-01-01,9,9"}
+NEXT = {GOOD: GOOD, AZURE: "9,9,9", DATED: "2024-01-01,9,9", BURST: "9,m,9,9,18,x"}
 
 
 @pytest.mark.parametrize("name", BAD_LINES)

@@ -106,6 +106,10 @@ def simulate(wanted: Wanted) -> int:
     console.print(f"{runs * count} requests simulated in {seconds:.1f} s, {runs * count / seconds:.0f} a second")
     if wanted.html is not None:
         console.print(f"written: {escape(str(wanted.html))}")
+    if traffic.failed:
+        console.print(
+            f"{traffic.failed} requests without an answer were left out: they failed when the trace was taken"
+        )
     if traffic.skipped:
         console.print(
             f"[bold]{traffic.skipped} malformed lines[/] were left out, the first: {escape(traffic.first_skipped)}"

@@ -49,6 +49,7 @@ class DescriptionReport(msgspec.Struct, frozen=True):
     file: str
     format: str
     skipped: int
+    failed: int
     description: Description
 
 
@@ -75,7 +76,7 @@ def hits(file: Path, capacity: str, policy: str, block_size: int, skip_bad: bool
             hit_ratios=ratios,
         )
         return _print_json(report)
-    console = _console()
+    console = trace_console()
     console.print(
         f"{escape(str(file))}: {len(loaded.requests)} requests, {loaded.blocks} blocks of {block_size} tokens, "
         f"{loaded.distinct_blocks} different ones"
@@ -92,13 +93,14 @@ def describe(file: Path, block_size: int, skip_bad: bool, as_json: bool) -> int:
     found = describe_requests(trace, block_size)
     form = trace.format.value if trace.format else ""
     if as_json:
-        return _print_json(DescriptionReport(str(file), form, trace.skipped, found))
-    console = _console()
+        return _print_json(DescriptionReport(str(file), form, trace.skipped, trace.failed, found))
+    console = trace_console()
     order = "in order" if found.is_ordered else "[bold]not in order of arrival[/]"
     console.print(
         f"{escape(str(file))} ({form}): {found.requests} requests in {found.seconds:.0f} s, "
         f"{found.requests_per_second:.2f} a second, at most {found.most_at_once} at once, {order}"
     )
+    console.print(f"from one time of arrival to the next: {found.gap_seconds:.3g} s (median)")
     console.print(_spread_table(found))
     if found.blocks:
         console.print(
@@ -107,6 +109,7 @@ def describe(file: Path, block_size: int, skip_bad: bool, as_json: bool) -> int:
             f"{found.most_uses_of_a_block} times"
         )
         console.print(f"reused: {ratio(1 - found.distinct_blocks / found.blocks)} of the blocks")
+        console.print(_family_table(found))
     else:
         console.print("no block ids: the file tells nothing of shared prefixes")
     _print_notes(console, trace, found.unfit, block_size)
@@ -181,6 +184,22 @@ def _spread_table(found: Description) -> Table:
     return table
 
 
+def _family_table(found: Description) -> Table:
+    table = Table(box=SIMPLE, padding=(0, 1), pad_edge=False)
+    for column in ("family", "requests", "share", "blocks all share", "mean input", "median output"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for family in found.families:
+        table.add_row(
+            str(family.first_block),
+            str(family.requests),
+            f"{family.requests / found.requests:.1%}",
+            str(family.shared_blocks),
+            f"{family.mean_input:.0f}",
+            f"{family.median_output:.0f}",
+        )
+    return table
+
+
 def _print_notes(console: Console, trace: TraceFile, unfit: int, block_size: int) -> None:
     """What a reader of the numbers should not miss."""
     if unfit:
@@ -188,6 +207,8 @@ def _print_notes(console: Console, trace: TraceFile, unfit: int, block_size: int
             f"[bold]{unfit} requests[/] have more or fewer ids than blocks of {block_size} tokens: "
             "is --block-size right?"
         )
+    if trace.failed:
+        console.print(f"requests without an answer, left out: [bold]{trace.failed}[/] (they failed)")
     if trace.skipped:
         console.print(f"malformed lines left out: [bold]{trace.skipped}[/], the first: {escape(trace.first_skipped)}")
 
@@ -197,7 +218,7 @@ def _print_json(report: HitReport | DescriptionReport) -> int:
     return 0
 
 
-def _console() -> Console:
+def trace_console() -> Console:
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=FILE_COLUMNS)
 

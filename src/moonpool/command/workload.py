@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -14,7 +14,11 @@ from moonpool.errors import ConfigError, TraceError
 from moonpool.trace.read import TraceFile
 from moonpool.trace.request import TraceRequest
 
+if TYPE_CHECKING:
+    from moonpool.trace.synthesize import Synthetic
+
 PANEL = "What is sent"
+SOURCE = "Mooncake JSONL, Azure or BurstGPT CSV; or synthetic:KIND?name=value&… (see `moonpool trace kinds`)."
 MOST = 1e3
 """And least: its inverse."""
 
@@ -35,7 +39,7 @@ class Workload(msgspec.Struct, frozen=True):
 
 
 class Traffic:
-    """A workload; a file is read once, when this is made. `requests` gives it at any speed, with any seed."""
+    """A workload. A file is read once, when this is made; synthetic requests are drawn when they are asked for."""
 
     def __init__(self, workload: Workload, block_tokens: int) -> None:
         """`block_tokens`: of the cluster that it is for. Raises ConfigError or TraceError."""
@@ -47,15 +51,22 @@ class Traffic:
             )
         self.workload = workload
         self.block_tokens = block_tokens
-        trace = TraceFile(Path(workload.source), workload.skip_bad)
-        self._read = sorted(trace, key=lambda request: request.arrival)
-        self.skipped, self.first_skipped = trace.skipped, trace.first_skipped
-        if any(request.input_tokens < 1 for request in self._read):
-            raise TraceError(f"{workload.source} has a request without input tokens; a prompt has at least one")
+        self.skipped, self.failed, self.first_skipped = 0, 0, ""
+        self._synthetic = _synthetic(workload)
+        self._read = [] if self._synthetic else self._file()
+
+    def _file(self) -> list[TraceRequest]:
+        trace = TraceFile(Path(self.workload.source), self.workload.skip_bad)
+        read = sorted(trace, key=lambda request: request.arrival)
+        self.skipped, self.failed, self.first_skipped = trace.skipped, trace.failed, trace.first_skipped
+        if any(request.input_tokens < 1 for request in read):
+            raise TraceError(f"{trace.path} has a request without input tokens; a prompt has at least one")
+        return read
 
     def requests(self, speed: float | None = None, seed: int = 0) -> Iterator[TraceRequest]:
         """In order of arrival, from time 0. `seed`: of the jitter. Raises TraceError where no request is left."""
         from moonpool.trace.shape import Shape, reshape, split_blocks
+        from moonpool.trace.synthesize import synthesize
 
         wanted = self.workload
         shape = Shape(
@@ -67,7 +78,8 @@ class Traffic:
             jitter=wanted.jitter,
             speed=wanted.speed if speed is None else speed,
         )
-        shaped = reshape(self._read, shape, wanted.block_size, seed)
+        source = synthesize(self._synthetic) if self._synthetic else self._read
+        shaped = reshape(source, shape, wanted.block_size, seed)
         if wanted.block_size != self.block_tokens:
             shaped = split_blocks(shaped, wanted.block_size, self.block_tokens)
         some = False
@@ -76,6 +88,16 @@ class Traffic:
             yield request
         if not some:
             raise TraceError(f"{wanted.source} has no requests between --from and --until")
+
+
+def _synthetic(workload: Workload) -> Synthetic | None:
+    """None where it is a file."""
+    from moonpool.trace.kinds import PREFIX, parse_kind
+
+    if not workload.source.startswith(PREFIX):
+        return None
+    found = parse_kind(workload.source.removeprefix(PREFIX))
+    return msgspec.structs.replace(found, block_tokens=workload.block_size)
 
 
 def with_workload(command: Callable[..., int]) -> Callable[..., int]:
@@ -106,7 +128,7 @@ def _option(flag: str, text: str, least: float = 1 / MOST, most: float | None = 
 
 _FLAGS: dict[str, tuple[object, object]] = {
     "source": (
-        Annotated[str, typer.Argument(metavar="FILE", help="Mooncake JSONL or Azure CSV.")],
+        Annotated[str, typer.Argument(metavar="FILE", help=SOURCE)],
         inspect.Parameter.empty,
     ),
     "skip_bad": (

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from moonpool.errors import TraceError
-from moonpool.trace import azure, mooncake
+from moonpool.trace import azure, burstgpt, mooncake
 from moonpool.trace.request import TraceFormat, TraceRequest
 
 MAX_LINE_BYTES = 16 << 20
 """The longest prompt of a published trace has a line of 2 KB."""
 BOM = b"\xef\xbb\xbf"
 
-Parse = Callable[[bytes], TraceRequest]
+Parse = Callable[[bytes], TraceRequest | None]
 
 
 class TraceFile:
@@ -32,9 +32,11 @@ class TraceFile:
         self.skipped = 0
         self.first_skipped = ""
         """Its number and what is wrong with it."""
+        self.failed = 0
+        """Requests that had no answer when the trace was taken; they are left out."""
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        self.requests, self.skipped, self.first_skipped = 0, 0, ""
+        self.requests, self.skipped, self.first_skipped, self.failed = 0, 0, "", 0
         try:
             with self.path.open("rb") as file:
                 yield from self._read(file)
@@ -51,13 +53,16 @@ class TraceFile:
                 continue
             if parse is None:
                 parse = self._parser(line.removeprefix(BOM), number)
-                if self.format is TraceFormat.AZURE:
+                if self.format is not TraceFormat.MOONCAKE:
                     continue
                 line = line.removeprefix(BOM)
             try:
                 request = parse(line)
             except ValueError as e:
                 self._bad(number, e)
+                continue
+            if request is None:
+                self.failed += 1
             else:
                 self.requests += 1
                 yield request
@@ -74,14 +79,15 @@ class TraceFile:
         if line.lstrip().startswith(b"{"):
             self.format = TraceFormat.MOONCAKE
             return mooncake.parse
-        parse = azure.parser(line)
-        if parse is None:
-            raise TraceError(
-                f"{self.path} line {number} is neither a JSON object (Mooncake) nor the header of an Azure CSV, "
-                f"such as `{','.join(azure.HEADER)}`"
-            )
-        self.format = TraceFormat.AZURE
-        return parse
+        for form, of_header in ((TraceFormat.AZURE, azure.parser), (TraceFormat.BURSTGPT, burstgpt.parser)):
+            parse = of_header(line)
+            if parse is not None:
+                self.format = form
+                return parse
+        raise TraceError(
+            f"{self.path} line {number} is neither a JSON object (Mooncake) nor the header of an Azure CSV, such as "
+            f"`{','.join(azure.HEADER)}`, or of a BurstGPT CSV, `{','.join(burstgpt.HEADER)}`"
+        )
 
     def _bad(self, number: int, error: ValueError) -> None:
         what = f"line {number}: {' '.join(str(error).split())}"

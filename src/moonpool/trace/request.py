@@ -12,6 +12,8 @@ class TraceFormat(enum.Enum):
     """JSONL: timestamp (ms), input_length, output_length, hash_ids."""
     AZURE = "azure"
     """CSV of arrival and lengths; says nothing of prefixes."""
+    BURSTGPT = "burstgpt"
+    """The same with other columns, and with requests that failed."""
 
 
 class TraceRequest(Struct, frozen=True, gc=False):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 from moonpool.errors import TraceError
 from moonpool.trace import azure, mooncake
 from moonpool.trace.request import TraceFormat, TraceRequest
 
+Written = Literal[TraceFormat.MOONCAKE, TraceFormat.AZURE]
 
-def write_trace(path: Path, requests: Iterable[TraceRequest], form: TraceFormat = TraceFormat.MOONCAKE) -> int:
+
+def write_trace(path: Path, requests: Iterable[TraceRequest], form: Written = TraceFormat.MOONCAKE) -> int:
     """The number of requests written. The file appears, or is replaced, only when it is complete.
 
     Azure's form has no place for block ids: they are left out. Raises TraceError where the file cannot be written.
