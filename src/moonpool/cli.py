@@ -292,6 +292,15 @@ def journal_replay(
     return run(path, anyway)
 
 
+@app.command()
+@with_flags("model", "pool", "batch", others=CLUSTER)
+def calibrate(config: Config, token: str | None) -> int:
+    """Measure this machine's engine, memory, sockets and disk for about a minute: the hardware profile `local`."""
+    from moonpool.command.calibrate import calibrate as run
+
+    return run(config, partial(_engine, config))
+
+
 @app.command(hidden=True)
 def check_model(model: Path) -> int:
     """Say in one line why the torch engine does not take this model directory; `serve` runs it before it starts."""
