@@ -81,7 +81,7 @@ def test_the_profile_is_written_and_taken(
     assert calibrate(Config(), open_engine, 0.0) == 0
     out = capsys.readouterr().out
     assert "512 tokens after 1536" in out
-    assert "+0.0%" in out
+    assert "0.0%" in out
     profile = hardware_profile("local")
     assert profile.prefill.per_token == pytest.approx(PREFILL.per_token)
     assert profile.decode.per_request == pytest.approx(DECODE.per_request)
