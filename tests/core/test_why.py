@@ -80,6 +80,24 @@ def test_of_a_request_that_fails_again_and_again_the_newest_attempts_are_kept() 
     assert memory(scene)._options == sum(len(w.prefill) + len(w.decode) for w in kept)
 
 
+def test_one_that_is_weighed_and_held_again_and_again_is_told_of_once() -> None:
+    scene = scene_of()
+    scene.request(arrival("a"))
+    scene.run(0.05)
+    kept = memory(scene)
+    last = kept._notes[RequestId("a")].weighed[-1]
+    for i in range(10):
+        kept.weighed(last.request, last.options, last.choice, None, 200.0 + i)
+        kept.waits(last.request, "its instance has no room yet", 200.0 + i)
+    placed, held = scene.conductor.weighings(RequestId("a"))
+    assert (placed.verdict, held.verdict) == ("placed", "held")
+    assert (held.at, held.reason) == (209.0, "its instance has no room yet")
+    assert kept._options == 8
+    kept.weighed(last.request, last.options, last.choice, None, 300.0)
+    assert [w.verdict for w in scene.conductor.weighings(RequestId("a"))] == ["placed", "placed"]
+    assert scene.conductor.waitings(RequestId("a"))[-1].times == 10
+
+
 def test_with_many_instances_the_costs_of_today_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(why, "EXACT_OPTIONS", 1)
     scene = scene_of()

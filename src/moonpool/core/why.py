@@ -127,22 +127,25 @@ class Why:
         view = options.view
         coefficients = [o.cost.fit.coefficients for o in view.prefill] if len(view.prefill) <= EXACT_OPTIONS else None
         arrived = request.arrived
-        notes.weighed.append(
+        kept = notes.weighed
+        # A request that is looked at again and again while it is held is told of once.
+        if kept and isinstance(kept[-1].verdict, Wait) and kept[-1].attempt == arrived.attempt:
+            self._count(notes, kept.pop(), -1)
+        kept.append(
             _Weighed(now, request, arrived.attempt, arrived.prompt_tokens, options, choice, verdict, coefficients)
         )
-        count = len(view.prefill) + len(view.decode)
-        notes.options += count
-        self._options += count
-        if len(notes.weighed) > KEPT_ATTEMPTS:
-            old = notes.weighed.pop(0).options.view
-            gone = len(old.prefill) + len(old.decode)
-            notes.options -= gone
-            self._options -= gone
+        self._count(notes, kept[-1], 1)
+        if len(kept) > KEPT_ATTEMPTS:
+            self._count(notes, kept.pop(0), -1)
         while self._options > KEPT_OPTIONS and len(self._notes) > 1:
             self._forget()
 
     def waits(self, request: Request, reason: str, now: float) -> None:
-        waits = self._of(request.id).waits
+        """Why it is held; if something was weighed at this moment, then that is what came of it."""
+        notes = self._of(request.id)
+        waits, weighed = notes.waits, notes.weighed
+        if weighed and weighed[-1].at == now and weighed[-1].verdict is None:
+            weighed[-1] = weighed[-1]._replace(verdict=Wait(reason))
         last = waits[-1] if waits else None
         if last is not None and last.reason == reason and last.attempt == request.attempt:
             waits[-1] = Waiting(last.attempt, reason, last.first_at, now, last.times + 1)
@@ -165,6 +168,12 @@ class Why:
     @classmethod
     def from_plain(cls, plain: None) -> Why:
         return cls()
+
+    def _count(self, notes: _Notes, weighed: _Weighed, sign: int) -> None:
+        view = weighed.options.view
+        count = sign * (len(view.prefill) + len(view.decode))
+        notes.options += count
+        self._options += count
 
     def _of(self, id_: RequestId) -> _Notes:
         notes = self._notes.get(id_)
