@@ -45,6 +45,7 @@ from moonpool.sim.node import SimNode
 from moonpool.sim.prefill import Order, SimPrefill
 from moonpool.sim.profile import Profile
 from moonpool.sim.request import SimRequest
+from moonpool.sim.shelf import SimShelf
 from moonpool.trace.request import TraceRequest
 
 MODEL = "simulated"
@@ -142,7 +143,10 @@ class Simulation:
         profile = self.setup.profile
         link = Link(profile.link_bytes_per_second, profile.link_latency)
         dram = profile.dram_tokens * profile.kv_bytes_per_token
-        node = SimNode(name, self._space, dram, self.setup.eviction, link, self._tell)
+        shelf = None
+        if profile.ssd_bytes:
+            shelf = SimShelf(profile.ssd_bytes, profile.block_bytes, profile.ssd_read_bytes_per_second)
+        node = SimNode(name, self._space, dram, self.setup.eviction, link, self._tell, shelf)
         self.nodes[node.id] = node
         return node
 
@@ -264,6 +268,8 @@ class Simulation:
                 worker.cancel(request, attempt)
             case act.Replicate(node=node):
                 self.nodes[node.id].fetch(self.nodes[action.source.id], action.keys, self.clock.now)
+            case act.Demote(node=node):
+                self.nodes[node.id].demote(action.keys)
             case act.DropReplica(node=node):
                 self.nodes[node.id].drop(action.keys)
             case act.SendSnapshot(node=node):

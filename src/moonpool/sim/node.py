@@ -30,6 +30,7 @@ from moonpool.core.vocabulary import (
     Tier,
 )
 from moonpool.sim.clock import Link, transfer
+from moonpool.sim.shelf import SimShelf
 
 MOST_ARRIVALS = 4096
 
@@ -46,7 +47,9 @@ class SimNode:
         policy: EvictionPolicy,
         link: Link,
         tell: Callable[[Event], None],
+        shelf: SimShelf | None = None,
     ) -> None:
+        """`shelf`: its SSD, if it has one."""
         self.peer = Peer(PartId(name), Incarnation("1"), name)
         self.link = link
         self.capacity = dram_bytes
@@ -55,6 +58,7 @@ class SimNode:
         self._eviction: Eviction[BlockKey] = Eviction(policy)
         self._reserved = 0
         self._rooms: dict[tuple[RequestId, int], _Room] = {}
+        self._shelf = shelf
         self._seq = 0
         self._arrivals: dict[BlockKey, float] = {}
         """When blocks that were fetched have come; forgotten when that is past."""
@@ -76,7 +80,10 @@ class SimNode:
         self._tell(Reported(self.id, self.peer.incarnation, used_bytes=used, announced=self._seq))
 
     def snapshot(self) -> None:
-        blocks = ((self._space.id, Tier.DRAM, tuple(self._eviction.keys())),)
+        tiers = [(Tier.DRAM, tuple(self._eviction.keys()))]
+        if self._shelf is not None:
+            tiers.append((Tier.SSD, self._shelf.keys()))
+        blocks = tuple([(self._space.id, tier, keys) for tier, keys in tiers])
         self._tell(Snapshot(self.id, self.peer.incarnation, self._seq, blocks))
 
     # Blocks
@@ -88,26 +95,51 @@ class SimNode:
                 return count
         return len(keys)
 
+    def load(self, keys: Sequence[BlockKey], now: float) -> None:
+        """Bring those leading blocks to DRAM that only the SSD has, as far as there is room."""
+        shelf = self._shelf
+        if not shelf:
+            return
+        end = 0
+        while end < len(keys) and (keys[end] in self._eviction or keys[end] in shelf):
+            end += 1
+        slow = [key for key in keys[:end] if key not in self._eviction]
+        if slow:
+            self._arrive(slow, shelf.read(slow, now), now)
+            self.store(keys[:end])
+
     def fetch(self, source: SimNode, keys: Sequence[BlockKey], now: float) -> int:
         """Copy what is lacking of these leading blocks as far as the source has them; how many that are."""
+        source.load(keys, now)
         have, end = self.leading(keys), source.leading(keys)
         if end <= have:
             return 0
         begin = source.arrival(keys[have:end], now)
         done = transfer(source.link, self.link, (end - have) * self._space.block_bytes, begin)
         self.store(keys[:end])
-        self._arrivals.update(dict.fromkeys(keys[have:end], done))
-        if len(self._arrivals) > MOST_ARRIVALS:
-            self._arrivals = {key: at for key, at in self._arrivals.items() if at > now}
+        self._arrive(keys[have:end], done, now)
         return end - have
+
+    def _arrive(self, keys: Sequence[BlockKey], at: float, now: float) -> None:
+        self._arrivals.update(dict.fromkeys(keys, at))
+        if len(self._arrivals) > MOST_ARRIVALS:
+            self._arrivals = {key: time for key, time in self._arrivals.items() if time > now}
+
+    def demote(self, keys: Sequence[BlockKey]) -> None:
+        """To the SSD, but for those that somebody uses."""
+        if self._shelf is not None and (gone := self._remove(keys)):
+            self._gave_up(gone)
 
     def drop(self, keys: Sequence[BlockKey]) -> None:
         """Forget these, but for those that somebody uses."""
+        if gone := self._remove(keys):
+            self._announce_removed(gone, Tier.DRAM)
+
+    def _remove(self, keys: Sequence[BlockKey]) -> tuple[BlockKey, ...]:
         gone = tuple([key for key in keys if key in self._eviction and not self._eviction.pins(key)])
         for key in gone:
             self._eviction.remove(key)
-        if gone:
-            self._announce_removed(gone)
+        return gone
 
     def arrival(self, keys: Sequence[BlockKey], now: float) -> float:
         """When all of these blocks, which are here or on their way, can be read."""
@@ -161,15 +193,25 @@ class SimNode:
         gone = self._eviction.evict(nbytes)
         if gone:
             self.evicted_blocks += len(gone)
-            self._announce_removed(gone)
+            self._gave_up(gone)
 
-    def _announce_removed(self, keys: tuple[BlockKey, ...]) -> None:
-        self._seq += 1
-        self._tell(BlocksRemoved(self.id, self.peer.incarnation, self._seq, self._space.id, Tier.DRAM, keys))
+    def _gave_up(self, keys: tuple[BlockKey, ...]) -> None:
+        """DRAM has: the SSD has them then."""
+        if self._shelf is not None:
+            fresh, gone = self._shelf.save(keys)
+            if fresh:
+                self._announce_stored(fresh, Tier.SSD)
+            if gone:
+                self._announce_removed(gone, Tier.SSD)
+        self._announce_removed(keys, Tier.DRAM)
 
-    def _announce_stored(self, keys: Sequence[BlockKey]) -> None:
+    def _announce_removed(self, keys: tuple[BlockKey, ...], tier: Tier) -> None:
         self._seq += 1
-        self._tell(BlocksStored(self.id, self.peer.incarnation, self._seq, self._space.id, Tier.DRAM, tuple(keys)))
+        self._tell(BlocksRemoved(self.id, self.peer.incarnation, self._seq, self._space.id, tier, keys))
+
+    def _announce_stored(self, keys: Sequence[BlockKey], tier: Tier = Tier.DRAM) -> None:
+        self._seq += 1
+        self._tell(BlocksStored(self.id, self.peer.incarnation, self._seq, self._space.id, tier, tuple(keys)))
 
     # Rooms for hand-over
 

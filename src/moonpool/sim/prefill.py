@@ -124,6 +124,7 @@ class SimPrefill:
         """Fetch what was ordered, then copy what the node has into VRAM."""
         now = order.began = self._clock.now
         fetch, keys = order.place.fetch, order.request.keys
+        self.node.load(keys, now)
         if fetch is not None:
             wanted = keys[: fetch.first + fetch.count]
             order.fetched = self.node.fetch(self._nodes[fetch.source.id], wanted, now)
