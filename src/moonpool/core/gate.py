@@ -181,11 +181,14 @@ class Gate:
         joins_at, late = now + choice.ttft_seconds, False
         tbt = min([limit for limit in (slo.tbt, ledger.ahead.strictest()) if limit is not None], default=None)
         if tbt is not None:
-            ready = joins_at + outlook.patience(request, options.keys, ledger, tbt * (1.0 - margin.decode))
-            load = outlook.load_at(ledger, ready, now, tokens, 1)
-            if ledger.ahead.last_coming > ready:
-                # Those that join after it must still find their place.
-                load = max(load, outlook.load_at(ledger, ledger.ahead.last_coming, now, tokens, 1), key=_by_load(tbt))
+            load = outlook.load_most(ledger, max(joins_at, ledger.ahead.last_coming), now, tokens)
+            if load.over(tbt) > 1.0 - margin.decode:
+                ready = joins_at + outlook.patience(request, options.keys, ledger, tbt * (1.0 - margin.decode))
+                load = outlook.load_at(ledger, ready, now, tokens, 1)
+                if ledger.ahead.last_coming > ready:
+                    # Those that join after it must still find their place.
+                    later = outlook.load_at(ledger, ledger.ahead.last_coming, now, tokens, 1)
+                    load = max(load, later, key=_by_load(tbt))
             load = structs.replace(load, tbt_seconds=load.tbt_seconds * trust(ledger.cost.fit))
             predicted = structs.replace(predicted, decode=load)
             late = load.over(tbt) > 1.0 - margin.decode

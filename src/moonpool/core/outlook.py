@@ -19,6 +19,8 @@ from moonpool.core.vocabulary import BlockKey
 
 _WEIGHT = 0.02
 """Of one error: some fifty count."""
+_SAMPLE = 4
+"""Of so many requests one tells how well the load of its decode instance was predicted."""
 _MOST_MARGIN = 0.3
 _FIRST_RESIDENCE_SECONDS = 10.0
 """Of a request in the batch, before any was seen."""
@@ -69,7 +71,8 @@ class Outlook:
             now + placed.choice.ttft_seconds, request.arrived.prompt_tokens, self.rest(request, placed.keys), tbt
         )
         ledger.ahead.book(request.id, stay, step_of(ledger), now)
-        stay.expected_load = self.load_at(ledger, stay.joins_at, now).over(tbt)
+        if request.serial % _SAMPLE == 0:
+            stay.expected_load = self.load_at(ledger, stay.joins_at, now).over(tbt)
 
     def computed(self, placed: Placement, ttft: float | None, now: float) -> None:
         """Its prompt is; `ttft`: its limit, seconds."""
@@ -80,7 +83,8 @@ class Outlook:
         ledger = self._fleet.decode[placed.choice.decode.id]
         stay = ledger.ahead.coming[request.id]
         ledger.ahead.join(request.id, step_of(ledger), now)
-        self._decode.observe(self.load_now(ledger, now).over(stay.tbt) - stay.expected_load)
+        if stay.expected_load is not None:
+            self._decode.observe(self.load_now(ledger, now).over(stay.tbt) - stay.expected_load)
 
     def finished(self, request: Request, placed: Placement, output_tokens: int, seconds: float | None) -> None:
         """`output_tokens`: of all attempts; `seconds` it has decoded, None if prefill did it all."""
@@ -108,6 +112,10 @@ class Outlook:
     def load_now(self, ledger: Ledger, now: float, tokens: int = 0, more: int = 0) -> DecodeLoad:
         """Of what runs, and `more` requests with `tokens` tokens."""
         return _as_load(ledger, ledger.ahead.now(step_of(ledger), now), tokens, more)
+
+    def load_most(self, ledger: Ledger, time: float, now: float, tokens: int) -> DecodeLoad:
+        """Of all that are known and one more request, if nobody leaves until then."""
+        return _as_load(ledger, ledger.ahead.most(time, step_of(ledger), now), tokens, 1)
 
     def load_at(self, ledger: Ledger, time: float, now: float, tokens: int = 0, more: int = 0) -> DecodeLoad:
         """Of what runs then, and `more` requests with `tokens` tokens."""
