@@ -128,8 +128,8 @@ class Refuse(Struct, frozen=True):
 
 LEAST_STEPS = 4
 """Measurements before the cost model may refuse anybody."""
-PATIENCE_INTERVALS = 10
-"""So many limits a newcomer may wait for room: in an answer of a hundred tokens its slowest tenth holds that."""
+LEAST_PATIENCE_INTERVALS = 10
+"""So many intervals a newcomer may wait for room, however short answers are: in one of a hundred tokens it attains."""
 _STAY_WEIGHT = 0.1
 
 DecodeEvent = HandedOver | KvArrived | KvLoaded | Stepped | KvStored | Dropped | Stopped
@@ -155,6 +155,8 @@ class _Request:
     state: _State = _State.AWAITING
     since: float = 0.0
     """When it got its pages."""
+    came: int = 0
+    """Its tokens at that time."""
     pages: list[int] = field(default_factory=list)
     ending: Ending | None = None
     """Set while a step or load still touches the pages; it drains when that has ended."""
@@ -169,6 +171,8 @@ class DecodeInstance:
         self._cost = cost
         self._stay: float | None = None
         """Seconds that a request has its pages, of late."""
+        self._produced = 0.0
+        """Tokens that it produces in that time."""
         self._block_tokens = block_tokens
         self._slots = slots
         self._queue_bound = queue_bound
@@ -212,7 +216,7 @@ class DecodeInstance:
             case KvStored():
                 if (r := self._find(event)) and r.state is _State.DRAINING:
                     self.pool.release(r.pages)
-                    self._note_stay(now - r.since)
+                    self._note_stay(now - r.since, r.tokens - r.came)
                     del self._requests[r.request]
             case Dropped():
                 self._end(self._find(event), Ending.DROPPED, actions)
@@ -259,7 +263,7 @@ class DecodeInstance:
             if step > limit:
                 return f"a step would take {step:.3f} s with it, the limit is {limit:g} s"
         wait = self._wait_for_room(here, event.tokens)
-        if wait > PATIENCE_INTERVALS * event.tbt_limit:
+        if wait > self._patience(event.tbt_limit, batch, tokens):
             return f"room for it is expected in {wait:.1f} s, its limit is {event.tbt_limit:g} s between tokens"
         return None
 
@@ -276,8 +280,17 @@ class DecodeInstance:
         share = max(lacking / max(self.pool.used, 1), (len(here) + 1 - self._slots) / max(len(inside), 1), 0.0)
         return self._stay * share
 
-    def _note_stay(self, seconds: float) -> None:
-        self._stay = seconds if self._stay is None else self._stay + _STAY_WEIGHT * (seconds - self._stay)
+    def _patience(self, limit: float, batch: int, tokens: int) -> float:
+        """Seconds that it may wait: the slowest tenth of an answer's intervals holds that, the others being a step."""
+        spare = limit if self._cost is None else max(limit - self._cost.seconds(batch, tokens), 0.0)
+        return spare * max(self._produced / 10, LEAST_PATIENCE_INTERVALS)
+
+    def _note_stay(self, seconds: float, produced: int) -> None:
+        if self._stay is None:
+            self._stay, self._produced = seconds, float(produced)
+        else:
+            self._stay += _STAY_WEIGHT * (seconds - self._stay)
+            self._produced += _STAY_WEIGHT * (produced - self._produced)
 
     def _admit(self, actions: list[DecodeAction], now: float) -> None:
         """Load what is ready while slots and pages last, leaving each running request a page to grow into."""
@@ -290,7 +303,7 @@ class DecodeInstance:
                 return
             r.pages = self.pool.allocate(needed)
             r.state = _State.LOADING
-            r.since = now
+            r.since, r.came = now, r.tokens
             inside += 1
             actions.append(LoadKv(r.request, r.attempt, tuple(r.pages)))
 

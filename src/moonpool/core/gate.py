@@ -101,7 +101,7 @@ class Gate:
             waited + choice.ttft_seconds, alone_seconds=waited + choice.ttft_seconds - choice.prefill.queue_seconds
         )
         if policy == "forecast":
-            return self._forecast(request, options, choice, predicted, slo, now)
+            return self._forecast(request, choice, predicted, slo, now)
         ledger, tokens = self._fleet.decode[choice.decode.id], request.arrived.prompt_tokens
         joins_at = now if policy == "early" else now + choice.ttft_seconds
         if slo.tbt is not None and policy != "baseline":
@@ -172,7 +172,7 @@ class Gate:
         return request.first_arrived_at + limit - now
 
     def _forecast(
-        self, request: Request, options: Options, choice: Choice, predicted: Prediction, slo: Slo, now: float
+        self, request: Request, choice: Choice, predicted: Prediction, slo: Slo, now: float
     ) -> Refusal | Wait | None:
         """The chosen instances at the time at which this very request will be there."""
         outlook, margin = self._outlook, self._outlook.margin
@@ -183,9 +183,9 @@ class Gate:
         if tbt is not None:
             load = outlook.load_most(ledger, max(joins_at, ledger.ahead.last_coming), now, tokens)
             if load.over(tbt) > 1.0 - margin.decode:
-                ready = joins_at + outlook.patience(request, options.keys, ledger, tbt * (1.0 - margin.decode))
-                load = outlook.load_at(ledger, ready, now, tokens, 1)
-                if ledger.ahead.last_coming > ready:
+                # The wait that its slowest tenth of intervals could hold is left for errors of the forecast.
+                load = outlook.load_at(ledger, joins_at, now, tokens, 1)
+                if ledger.ahead.last_coming > joins_at:
                     # Those that join after it must still find their place.
                     later = outlook.load_at(ledger, ledger.ahead.last_coming, now, tokens, 1)
                     load = max(load, later, key=_by_load(tbt))

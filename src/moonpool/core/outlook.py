@@ -25,7 +25,6 @@ _MOST_MARGIN = 0.3
 _FIRST_RESIDENCE_SECONDS = 10.0
 """Of a request in the batch, before any was seen."""
 _RESIDENCE_WEIGHT = 0.1
-_MOST_PATIENCE_SECONDS = 5.0
 _PAGES_A_REQUEST = 1.5
 """On average half of a page is not full, and a whole one is kept to grow into (`decode.py`)."""
 LOOKS_AHEAD = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 11.0, 15.0, 20.0, 27.0, 36.0, 48.0, 64.0, 90.0, 120.0)
@@ -100,14 +99,6 @@ class Outlook:
         most = produced + request.arrived.max_output_tokens
         found = self.lengths.expected(request.arrived.model, keys, produced, most)
         return tuple([max(length - produced, 1.0) for length in found]) if produced else found
-
-    def patience(self, request: Request, keys: Sequence[BlockKey], ledger: Ledger, limit: float) -> float:
-        """Seconds of waiting at the decode instance that its slowest tenth of token intervals may hold.
-
-        That tenth is taken of a rather short answer of its family; the other intervals are one step long.
-        """
-        tokens = self.rest(request, keys)[1]
-        return min(max(limit - step_of(ledger), 0.0) * max(tokens / 10, 1.0), _MOST_PATIENCE_SECONDS)
 
     def load_now(self, ledger: Ledger, now: float, tokens: int = 0, more: int = 0) -> DecodeLoad:
         """Of what runs, and `more` requests with `tokens` tokens."""
