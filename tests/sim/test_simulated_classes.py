@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from moonpool.core.admission import AdmissionPolicy
 from moonpool.core.conductor import ConductorConfig
 from moonpool.core.vocabulary import PriorityClass, Slo
 from moonpool.report.priorities import ClassWorth
@@ -24,9 +25,11 @@ def trace(count: int, every: float) -> list[TraceRequest]:
     return [TraceRequest(every * at, LENGTHS[at * 7 % 11 % 4], 60 + 30 * (at % 5)) for at in range(count)]
 
 
-def worths(every: float, mix: tuple[tuple[str, float], ...], count: int = 300) -> dict[str, ClassWorth]:
-    config = ConductorConfig(admission="early", queue_bound=10_000, slo=LIMITS, classes=CLASSES)
-    found = run("", Setup(PROFILE, 2, 1, config, mix=mix), trace(count, every)).classes
+def worths(
+    every: float, mix: tuple[tuple[str, float], ...], admission: AdmissionPolicy = "early"
+) -> dict[str, ClassWorth]:
+    config = ConductorConfig(admission=admission, queue_bound=10_000, slo=LIMITS, classes=CLASSES)
+    found = run("", Setup(PROFILE, 2, 1, config, mix=mix), trace(300, every)).classes
     return {worth.name: worth for worth in found}
 
 
@@ -38,9 +41,12 @@ def refused(worth: ClassWorth) -> float:
     return sum(worth.refused.values()) / worth.requests
 
 
-def test_in_overload_the_high_class_keeps_its_attainment_and_the_low_one_is_refused_first() -> None:
+@pytest.mark.parametrize("admission", ["early", "forecast"])
+def test_in_overload_the_high_class_keeps_its_attainment_and_the_low_one_is_refused_first(
+    admission: AdmissionPolicy,
+) -> None:
     mix = (("high", 0.3), ("low", 0.7))
-    calm, stormy = worths(0.8, mix), worths(0.4, mix)
+    calm, stormy = worths(0.8, mix, admission), worths(0.4, mix, admission)
     assert attained(calm["high"]) > 0.95
     assert attained(calm["low"]) > 0.9, "no class starves at 1x"
     assert attained(stormy["high"]) >= 0.99 * attained(calm["high"])
