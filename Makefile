@@ -16,6 +16,7 @@ help:
 	@echo "make check    formatting, lint, types, import rules"
 	@echo "make bench    measure this machine"
 	@echo "make bench-journal what the Conductor's journal costs"
+	@echo "make bench-core    the scheduler and its simulator beside Dynamo's   (ARGS='--trace conversation_trace.jsonl')"
 	@echo "make bench-scale   ten million blocks in the directory, a million on a node's SSD   (ARGS='--entries 1000000')"
 	@echo "make bench-store   the KVCache pool beside Mooncake Store     (ARGS=--quick: a smoke test)"
 	@echo "make clean    remove the virtual environment and caches (not the model)"
@@ -40,6 +41,9 @@ bench: $(INSTALLED) model
 
 bench-journal: $(INSTALLED)
 	$(PY) -m moonpool.bench.journal $(ARGS)
+
+bench-core: $(INSTALLED)
+	$(PY) -m moonpool.bench.core $(ARGS)
 
 bench-scale: $(INSTALLED)
 	$(PY) -m moonpool.bench.scale $(ARGS)

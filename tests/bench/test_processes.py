@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.bench.peer import Peer, PeerMissingError, _run
+from moonpool.bench.peer import Peer, PeerMissingError, run_or_explain
 from moonpool.bench.process import running, worker
 from moonpool.errors import MoonpoolError
 
@@ -73,4 +73,4 @@ def test_a_process_ends_with_its_block_whatever_happens_in_it(tmp_path: Path) ->
 def test_an_installation_that_fails_gives_the_reason(tmp_path: Path) -> None:
     script = "import sys; print('fetching', file=sys.stderr); sys.exit('no such package')"
     with pytest.raises(PeerMissingError, match="pip cannot install it: no such package"):
-        _run([sys.executable, "-c", script], Peer(tmp_path), "pip cannot install it")
+        run_or_explain([sys.executable, "-c", script], Peer(tmp_path), "pip cannot install it")

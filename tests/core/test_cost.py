@@ -97,9 +97,9 @@ def test_a_prediction_is_always_a_positive_time_and_never_falls_with_more_work(
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
 def test_impossible_measurements_are_not_learned(seconds: float) -> None:
-    fit = Fit((1.0, 1.0))
-    fit.observe((1.0, 2.0), seconds)
-    assert (fit.observations, fit.coefficients) == (0, (1.0, 1.0))
+    fit = Fit((1.0, 1.0, 1.0))
+    fit.observe(1.0, 2.0, 3.0, seconds)
+    assert (fit.observations, fit.coefficients) == (0, (1.0, 1.0, 1.0))
 
 
 def test_a_transfer_waits_for_what_its_source_sends_already() -> None:

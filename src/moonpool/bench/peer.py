@@ -58,7 +58,7 @@ def set_up(console: Console) -> Peer:
     peer = Peer(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / "lock"):
+        with locked(folder / "lock"):
             if not (folder / "installed").exists():
                 _install(peer, console)
                 (folder / "installed").touch()
@@ -71,9 +71,9 @@ def _install(peer: Peer, console: Console) -> None:
     for leftover in ("venv", "libraries", "packages"):
         shutil.rmtree(peer.folder / leftover, ignore_errors=True)
     with console.status(f"Mooncake Store {VERSION}: a virtual environment of its own (once, 50 MB)"):
-        _run([sys.executable, "-m", "venv", str(peer.folder / "venv")], peer, "no virtual environment")
+        run_or_explain([sys.executable, "-m", "venv", str(peer.folder / "venv")], peer, "no virtual environment")
         pip = [str(peer.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
-        _run([*pip, "--only-binary", ":all:", "numpy", PACKAGE], peer, f"pip cannot install {PACKAGE}")
+        run_or_explain([*pip, "--only-binary", ":all:", "numpy", PACKAGE], peer, f"pip cannot install {PACKAGE}")
     if (lack := _what_lacks(peer)) is not None:
         with console.status("Mooncake Store: the Debian libraries that it needs"):
             _unpack_libraries(peer, lack)
@@ -103,19 +103,23 @@ def _unpack_libraries(peer: Peer, lack: str) -> None:
     packages.mkdir()
     fetch = ["apt-get", "--quiet", "download", *LIBRARIES]
     try:
-        _run(fetch, peer, "apt-get download failed", packages)
+        run_or_explain(fetch, peer, "apt-get download failed", packages)
     except PeerMissingError:
         # A machine without package lists: fetch some, into a folder of our own.
         (packages / "lists" / "partial").mkdir(parents=True)
         own = ["-o", f"Dir::State::lists={packages}/lists", "-o", f"Dir::Cache={packages}"]
-        _run(["apt-get", "--quiet", *own, "update"], peer, f"{lack}; try: {REMEDY}; apt-get update failed", packages)
-        _run([*fetch, *own], peer, f"{lack}; try: {REMEDY}; apt-get download failed", packages)
+        run_or_explain(
+            ["apt-get", "--quiet", *own, "update"], peer, f"{lack}; try: {REMEDY}; apt-get update failed", packages
+        )
+        run_or_explain([*fetch, *own], peer, f"{lack}; try: {REMEDY}; apt-get download failed", packages)
     for package in sorted(packages.glob("*.deb")):
-        _run(["dpkg-deb", "-x", str(package), str(peer.folder / "libraries")], peer, f"{package.name} is damaged")
+        run_or_explain(
+            ["dpkg-deb", "-x", str(package), str(peer.folder / "libraries")], peer, f"{package.name} is damaged"
+        )
     shutil.rmtree(packages)
 
 
-def _run(command: Sequence[str], peer: Peer, trouble: str, folder: Path | None = None) -> None:
+def run_or_explain(command: Sequence[str], peer: Peer, trouble: str, folder: Path | None = None) -> None:
     try:
         done = subprocess.run(
             command,
@@ -138,7 +142,7 @@ def _last_line(text: str) -> str:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Two benches at a time: the second waits for what the first installs."""
     until = time.monotonic() + INSTALL_SECONDS
     with path.open("w") as file:

@@ -10,7 +10,7 @@ Python arithmetic, so that a journal replays to the same bits on any machine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass, field
 
 from msgspec import Struct
@@ -24,6 +24,9 @@ SPREAD = 10.0
 CLAMP = 1000.0
 """No coefficient leaves [0, CLAMP x initial value]."""
 LEAST_SECONDS = 1e-6
+
+_Three = tuple[float, float, float]
+_Six = tuple[float, float, float, float, float, float]
 
 
 class PrefillCoefficients(Struct, frozen=True):
@@ -56,88 +59,103 @@ class TransferCost(Struct, frozen=True):
 
 @dataclass(slots=True)
 class Fit:
-    """Recursive least squares for y = Σ cᵢ·xᵢ with cᵢ ≥ 0, in information form.
+    """Recursive least squares for seconds = Σ cᵢ·xᵢ with three cᵢ ≥ 0, in information form.
 
     Works in units of the initial coefficients (each starts at 1) and on relative errors, so that a short
     and a long prompt weigh the same. Observations are forgotten, the prior is not: where nothing varies,
     what cannot be told apart stays near its initial value instead of drifting.
     """
 
-    initial: tuple[float, ...]
+    initial: _Three
     observations: int = 0
     coefficients: tuple[float, ...] = field(init=False)
-    _information: list[list[float]] = field(init=False)
-    """Σ x·xᵀ of the weighted rows, without the prior."""
-    _target: list[float] = field(init=False)
+    _information: _Six = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    """Σ x·xᵀ of the weighted rows, without the prior: 00, 01, 02, 11, 12, 22."""
+    _target: _Three = (0.0, 0.0, 0.0)
     """Σ x·y."""
 
     def __post_init__(self) -> None:
-        size = len(self.initial)
         self.coefficients = self.initial
-        self._information = [[0.0] * size for _ in range(size)]
-        self._target = [0.0] * size
 
-    def predict(self, x: Sequence[float]) -> float:
-        seconds = 0.0
-        for c, v in zip(self.coefficients, x, strict=True):
-            seconds += c * v
+    def predict(self, x: float, y: float, z: float) -> float:
+        a, b, c = self.coefficients
+        seconds = a * x + b * y + c * z
         return seconds if seconds > LEAST_SECONDS else LEAST_SECONDS
 
-    def observe(self, x: Sequence[float], y: float) -> None:
-        """`y` seconds were measured for `x`."""
-        if not LEAST_SECONDS <= y < float("inf"):
+    def observe(self, x: float, y: float, z: float, seconds: float) -> None:
+        """So many seconds were measured. Written out for three: it is done for every prompt."""
+        if not LEAST_SECONDS <= seconds < math.inf:
             return
         # Relative to the larger of both: a measurement far off in either direction has an error below 1.
-        unit = max(y, self.predict(x)) * NOISE
-        row = [c * v / unit for c, v in zip(self.initial, x, strict=True)]
-        for i, r in enumerate(row):
-            line = self._information[i]
-            for j, other in enumerate(row):
-                line[j] = line[j] * FORGETTING + r * other
-            self._target[i] = self._target[i] * FORGETTING + r * y / unit
-        prior = SPREAD**-2
-        matrix = [[v + prior * (i == j) for j, v in enumerate(line)] for i, line in enumerate(self._information)]
-        scale = _least_nonnegative(matrix, [t + prior for t in self._target])
-        self.coefficients = tuple(c * min(s, CLAMP) for c, s in zip(self.initial, scale, strict=True))
+        unit = max(seconds, self.predict(x, y, z)) * NOISE
+        initial = self.initial
+        p, q, r, t = initial[0] * x / unit, initial[1] * y / unit, initial[2] * z / unit, seconds / unit
+        keep = FORGETTING
+        m00, m01, m02, m11, m12, m22 = self._information
+        self._information = information = (
+            m00 * keep + p * p,
+            m01 * keep + p * q,
+            m02 * keep + p * r,
+            m11 * keep + q * q,
+            m12 * keep + q * r,
+            m22 * keep + r * r,
+        )
+        t0, t1, t2 = self._target
+        self._target = target = t0 * keep + p * t, t1 * keep + q * t, t2 * keep + r * t
+        scale = _least_nonnegative(information, target)
+        self.coefficients = (
+            initial[0] * min(scale[0], CLAMP),
+            initial[1] * min(scale[1], CLAMP),
+            initial[2] * min(scale[2], CLAMP),
+        )
         self.observations += 1
 
 
-def _least_nonnegative(matrix: list[list[float]], target: list[float]) -> list[float]:
-    """The s ≥ 0 that minimises s·M·s − 2·t·s for a positive definite M, by trying each set of positive sᵢ.
+def _least_nonnegative(information: _Six, target: _Three) -> _Three:
+    """The s ≥ 0 that minimises s·M·s − 2·t·s, where M and t are those given and the prior.
 
-    All of them first: where that solution has no negative sᵢ there is none better.
+    M is positive definite: where the solution for all of them has no negative sᵢ there is none better. Else each set of
+    positive sᵢ is tried.
     """
-    size = len(target)
-    best = _solve(matrix, target)
-    if min(best) >= 0.0:
-        return best
-    best, least = [0.0] * size, 0.0
-    for chosen in range(1, (1 << size) - 1):
-        free = [i for i in range(size) if chosen >> i & 1]
-        solved = _solve([[matrix[i][j] for j in free] for i in free], [target[i] for i in free])
-        # At a solution the objective is −t·s.
-        value = -sum(target[i] * s for i, s in zip(free, solved, strict=True))
-        if value < least and min(solved) >= 0.0:
-            least = value
-            best = [0.0] * size
-            for i, s in zip(free, solved, strict=True):
-                best[i] = s
+    prior = SPREAD**-2
+    m00, m01, m02, m11, m12, m22 = information
+    m00, m11, m22 = m00 + prior, m11 + prior, m22 + prior
+    t0, t1, t2 = target[0] + prior, target[1] + prior, target[2] + prior
+    # Gaussian elimination, which needs no pivoting here.
+    f, g = m01 / m00, m02 / m00
+    n11, n12, n22 = m11 - f * m01, m12 - f * m02, m22 - g * m02
+    u1, u2 = t1 - f * t0, t2 - g * t0
+    f = n12 / n11
+    s2 = (u2 - f * u1) / (n22 - f * n12)
+    s1 = (u1 - n12 * s2) / n11
+    s0 = (t0 - m01 * s1 - m02 * s2) / m00
+    if s0 >= 0.0 and s1 >= 0.0 and s2 >= 0.0:
+        return s0, s1, s2
+    return _best_without_one((m00, m01, m02, m11, m12, m22), (t0, t1, t2))
+
+
+def _best_without_one(matrix: _Six, target: _Three) -> _Three:
+    """As above, with one or two of them 0. At a solution the objective is −t·s."""
+    m00, m01, m02, m11, m12, m22 = matrix
+    t0, t1, t2 = target
+    best, most = (0.0, 0.0, 0.0), 0.0
+    for i, (m, t) in enumerate(((m00, t0), (m11, t1), (m22, t2))):
+        if t > 0.0 and t * t / m > most:
+            best, most = (t / m if i == 0 else 0.0, t / m if i == 1 else 0.0, t / m if i == 2 else 0.0), t * t / m
+    for absent, m, n, across, t, u in (
+        (2, m00, m11, m01, t0, t1),
+        (1, m00, m22, m02, t0, t2),
+        (0, m11, m22, m12, t1, t2),
+    ):
+        f = across / m
+        second = (u - f * t) / (n - f * across)
+        first = (t - across * second) / m
+        if first >= 0.0 and second >= 0.0 and t * first + u * second > most:
+            most = t * first + u * second
+            best = (
+                (0.0, first, second) if absent == 0 else (first, 0.0, second) if absent == 1 else (first, second, 0.0)
+            )
     return best
-
-
-def _solve(matrix: list[list[float]], target: list[float]) -> list[float]:
-    """Gaussian elimination; a positive definite matrix needs no pivoting."""
-    size = len(target)
-    rows = [[*line, t] for line, t in zip(matrix, target, strict=True)]
-    for i in range(size):
-        for j in range(i + 1, size):
-            factor = rows[j][i] / rows[i][i]
-            rows[j] = [a - factor * b for a, b in zip(rows[j], rows[i], strict=True)]
-    solved = [0.0] * size
-    for i in reversed(range(size)):
-        rest = sum(rows[i][j] * solved[j] for j in range(i + 1, size))
-        solved[i] = (rows[i][size] - rest) / rows[i][i]
-    return solved
 
 
 class PrefillCost:
@@ -155,11 +173,7 @@ class PrefillCost:
         return seconds if seconds > LEAST_SECONDS else LEAST_SECONDS
 
     def observe(self, tokens: int, cached: int, seconds: float) -> None:
-        self.fit.observe(self._row(tokens, cached), seconds)
-
-    @staticmethod
-    def _row(tokens: int, cached: int) -> tuple[float, float, float]:
-        return 1.0, float(tokens - cached), float(tokens * tokens - cached * cached)
+        self.fit.observe(1.0, tokens - cached, tokens * tokens - cached * cached, seconds)
 
 
 class DecodeCost:
@@ -172,9 +186,9 @@ class DecodeCost:
 
     def seconds(self, batch: int, context_tokens: int) -> float:
         """Of one step."""
-        fixed, per_request, per_context_token = self.fit.coefficients
-        seconds = fixed + per_request * batch + per_context_token * context_tokens
+        fixed, per_request, per_token = self.fit.coefficients
+        seconds = fixed + per_request * batch + per_token * context_tokens
         return seconds if seconds > LEAST_SECONDS else LEAST_SECONDS
 
     def observe(self, batch: int, context_tokens: int, seconds: float) -> None:
-        self.fit.observe((1.0, float(batch), float(context_tokens)), seconds)
+        self.fit.observe(1.0, batch, context_tokens, seconds)

@@ -14,6 +14,7 @@ page and none is free (DESIGN §4.6); the oldest of the first rank never is, so 
 from __future__ import annotations
 
 import enum
+from bisect import insort
 from dataclasses import dataclass, field
 
 from msgspec import Struct
@@ -177,26 +178,35 @@ class DecodeInstance:
         self._slots = slots
         self._queue_bound = queue_bound
         self._requests: dict[RequestId, _Request] = {}
+        self._ready: list[_Request] = []
+        """In the order in which they were handed over."""
+        self._batch: list[_Request] = []
+        """Who is running, by precedence."""
+        self._loading = 0
+        self._draining = 0
+        self._context_tokens = 0
+        """Of the batch."""
         self._stepping: tuple[_Request, ...] = ()
         self._serial = 0
         self.preemptions = 0
 
     @property
     def running(self) -> int:
-        return sum(r.state is _State.RUNNING for r in self._requests.values())
+        return len(self._batch)
 
     @property
     def queued(self) -> int:
-        return sum(r.state in (_State.AWAITING, _State.READY, _State.LOADING) for r in self._requests.values())
+        return len(self._requests) - len(self._batch) - self._draining
 
     @property
     def context_tokens(self) -> int:
-        return sum(r.tokens for r in self._requests.values() if r.state is _State.RUNNING)
+        return self._context_tokens
 
     @property
     def steps_ahead(self) -> int:
         """How often the step in flight could be repeated, itself counted, before a request needs another page."""
-        return min(len(r.pages) * self._block_tokens - r.tokens + 1 for r in self._stepping)
+        size = self._block_tokens
+        return min([len(r.pages) * size - r.tokens for r in self._stepping]) + 1
 
     def handle(self, event: DecodeEvent, now: float) -> tuple[DecodeAction, ...]:
         actions: list[DecodeAction] = []
@@ -206,15 +216,20 @@ class DecodeInstance:
             case KvArrived():
                 if (r := self._find(event)) and r.state is _State.AWAITING:
                     r.state = _State.READY
+                    insort(self._ready, r, key=_serial)
             case KvLoaded():
                 if (r := self._find(event)) and r.state is _State.LOADING:
                     r.state = _State.RUNNING
+                    self._loading -= 1
+                    insort(self._batch, r, key=_precedence)
+                    self._context_tokens += r.tokens
                     if r.ending is not None:
                         self._drain(r, r.ending, actions)
             case Stepped():
                 self._stepped(event, actions)
             case KvStored():
                 if (r := self._find(event)) and r.state is _State.DRAINING:
+                    self._draining -= 1
                     self.pool.release(r.pages)
                     self._note_stay(now - r.since, r.tokens - r.came)
                     del self._requests[r.request]
@@ -294,28 +309,29 @@ class DecodeInstance:
 
     def _admit(self, actions: list[DecodeAction], now: float) -> None:
         """Load what is ready while slots and pages last, leaving each running request a page to grow into."""
-        inside = sum(r.state in (_State.LOADING, _State.RUNNING) for r in self._requests.values())
-        for r in self._requests.values():
-            if r.state is not _State.READY:
-                continue
+        ready = self._ready
+        while ready:
+            r, inside = ready[0], len(self._batch) + self._loading
             needed = pages_for(r.tokens, self._block_tokens)
             if inside >= self._slots or not self.pool.can_allocate(needed + inside):
                 return
+            del ready[0]
             r.pages = self.pool.allocate(needed)
             r.state = _State.LOADING
             r.since, r.came = now, r.tokens
-            inside += 1
+            self._loading += 1
             actions.append(LoadKv(r.request, r.attempt, tuple(r.pages)))
 
     def _start_step(self, actions: list[DecodeAction]) -> None:
         if self._stepping:
             return
         # Oldest first: when pages run out it is the newest that give way, so they run no more when their turn comes.
-        candidates = sorted(self._running(), key=_precedence)
-        batch = [r for r in candidates if r.state is _State.RUNNING and self._grow(r, actions)]
+        size, batch = self._block_tokens, self._batch
+        if any(len(r.pages) * size < r.tokens for r in batch):
+            batch = [r for r in list(batch) if r.state is _State.RUNNING and self._grow(r, actions)]
         if batch:
             self._stepping = tuple(batch)
-            actions.append(Step(tuple(StepRow(r.request, r.attempt, r.tokens, tuple(r.pages)) for r in batch)))
+            actions.append(Step(tuple([StepRow(r.request, r.attempt, r.tokens, tuple(r.pages)) for r in batch])))
 
     def _grow(self, r: _Request, actions: list[DecodeAction]) -> bool:
         """A page for the token to compute; False if the request must sit this step out."""
@@ -323,16 +339,12 @@ class DecodeInstance:
             return True
         if not self.pool.can_allocate(1):
             # Pages of who is leaving come free soon, and who is loading can be asked to leave once it runs.
-            waits = any(o.state in (_State.DRAINING, _State.LOADING) for o in self._requests.values())
-            if not waits and len(self._running()) > 1:
+            if not self._draining and not self._loading and len(self._batch) > 1:
                 self.preemptions += 1
-                self._drain(max(self._running(), key=_precedence), Ending.PREEMPTED, actions)
+                self._drain(self._batch[-1], Ending.PREEMPTED, actions)
             return False
         r.pages += self.pool.allocate(1)
         return True
-
-    def _running(self) -> list[_Request]:
-        return [r for r in self._requests.values() if r.state is _State.RUNNING]
 
     def _stepped(self, event: Stepped, actions: list[DecodeAction]) -> None:
         batch, self._stepping = self._stepping, ()
@@ -342,6 +354,7 @@ class DecodeInstance:
                 self._drain(r, Ending.DROPPED, actions)
                 continue
             r.tokens += event.steps
+            self._context_tokens += event.steps
             if r.ending is not None:
                 self._drain(r, r.ending, actions)
             elif r.request in finished:
@@ -351,6 +364,8 @@ class DecodeInstance:
         if r is None or r.state is _State.DRAINING:
             return
         if r.state in (_State.AWAITING, _State.READY):
+            if r.state is _State.READY:
+                self._ready.remove(r)
             del self._requests[r.request]
             actions.append(Drain(r.request, r.attempt, r.tokens, (), ending))
         elif r.state is _State.LOADING or r in self._stepping:
@@ -359,6 +374,10 @@ class DecodeInstance:
             self._drain(r, ending, actions)
 
     def _drain(self, r: _Request, ending: Ending, actions: list[DecodeAction]) -> None:
+        """Out of the batch."""
+        self._batch.remove(r)
+        self._context_tokens -= r.tokens
+        self._draining += 1
         r.state = _State.DRAINING
         r.ending = ending
         actions.append(Drain(r.request, r.attempt, r.tokens, tuple(r.pages), ending))
@@ -367,9 +386,20 @@ class DecodeInstance:
         self.pool.check_integrity()
         held = [page for r in self._requests.values() for page in r.pages]
         assert len(held) == len(set(held)) == self.pool.used
-        for r in self._requests.values():
+        requests = self._requests.values()
+        running = [r for r in requests if r.state is _State.RUNNING]
+        assert self._batch == sorted(running, key=_precedence)
+        assert self._context_tokens == sum(r.tokens for r in running)
+        assert self._ready == sorted((r for r in requests if r.state is _State.READY), key=_serial)
+        assert self._loading == sum(r.state is _State.LOADING for r in requests)
+        assert self._draining == sum(r.state is _State.DRAINING for r in requests)
+        for r in requests:
             assert bool(r.pages) == (r.state in (_State.LOADING, _State.RUNNING, _State.DRAINING))
         assert all(self._requests.get(r.request) is r and r.state is _State.RUNNING for r in self._stepping)
+
+
+def _serial(r: _Request) -> int:
+    return r.serial
 
 
 def _precedence(r: _Request) -> tuple[int, int]:

@@ -21,6 +21,8 @@ from moonpool.core.vocabulary import BlockKey, Chain, KeySpaceId, PartId, Tier
 KEYS_A_STEP = 4096
 """So many keys, and those of one shard more, are cleared of bits that were given up with each announcement."""
 KEYS_CHECKED = 20_000
+FEW_BITS = 4
+"""Of a mask; more are looked for digit by digit."""
 MOST_STALE_BITS = 64
 """Beyond that all are cleared at once: masks are to stay short."""
 
@@ -117,20 +119,24 @@ class Directory:
         if not tiers:
             return []
         dram, ssd = tiers[Tier.DRAM].shards, tiers[Tier.SSD].shards
-        alive, blocks = self._live, 0
-        runs: list[tuple[PartId, int]] = []
+        alive, blocks, shards = self._live, 0, SHARDS
+        ended: list[tuple[int, int]] = []
+        """Holders whose runs are so many blocks long, the shortest first."""
         for key in chain.keys:
-            shard = hash(key) % SHARDS
+            shard = hash(key) % shards
             still = alive & (dram[shard].get(key, 0) | ssd[shard].get(key, 0))
-            if blocks and still != alive:
-                runs += ((node, blocks) for node in self._nodes(alive & ~still))
-            alive = still
-            if not alive:
-                break
+            if still != alive:
+                if blocks:
+                    ended.append((alive & ~still, blocks))
+                alive = still
+                if not still:
+                    break
             blocks += 1
         if blocks and alive:
-            runs += ((node, blocks) for node in self._nodes(alive))
-        runs.sort(key=lambda run: (-run[1], run[0]))
+            ended.append((alive, blocks))
+        runs: list[tuple[PartId, int]] = []
+        for mask, blocks in reversed(ended):
+            runs += [(node, blocks) for node in sorted(self._nodes(mask))]
         return runs
 
     def slow_blocks(self, chain: Chain, runs: Sequence[tuple[PartId, int]]) -> dict[PartId, int]:
@@ -221,11 +227,16 @@ class Directory:
         holder.health = IndexHealth.CATCHING_UP
         return True
 
-    def _nodes(self, mask: int) -> Iterator[PartId]:
-        while mask:
-            bit = mask & -mask
-            yield self._by_bit[bit]
-            mask ^= bit
+    def _nodes(self, mask: int) -> list[PartId]:
+        """Whose bits these are, in the order of the bits."""
+        if mask.bit_count() <= FEW_BITS:
+            nodes = []
+            while mask:
+                bit = mask & -mask
+                nodes.append(self._by_bit[bit])
+                mask ^= bit
+            return nodes
+        return [self._by_bit[1 << at] for at, digit in enumerate(reversed(f"{mask:b}")) if digit == "1"]
 
     def _add(self, holder: _Holder, space: KeySpaceId, tier: Tier, keys: Sequence[BlockKey]) -> None:
         holder.counts[tier] += self._masks_of(space)[tier].set_bit(keys, holder.bit)

@@ -176,14 +176,16 @@ class Eviction(Generic[K]):
 
     def touch(self, keys: Sequence[K]) -> None:
         """These blocks of one prompt, in prompt order, were used now."""
+        entries, use = self._entries, self._use
+        waiting = []
         for key in reversed(keys):
-            entry = self._entries[key]
-            if entry.pins:
-                entry.rank += self._use
-            else:
-                self._dequeue(entry)
-                entry.rank += self._use
-                self._wait((entry,))
+            entry = entries[key]
+            entry.rank += use
+            if entry.page is not None:
+                del entry.page[entry]
+                entry.page = None
+                waiting.append(entry)
+        self._wait(waiting)
 
     def pin(self, keys: Sequence[K]) -> None:
         """Each pin counts as a use, and needs its unpin."""
@@ -292,15 +294,16 @@ class Eviction(Generic[K]):
             yield bereft.popleft()
 
     def _wait(self, entries: Iterable[_Entry[K]]) -> None:
-        pages, next_page = self._waiting.pages, self._waiting.page
+        next_page, page, of, left = self._waiting.page, None, 0, 0
         for entry in entries:
             parent = entry.parent
             rank = entry.rank if parent is None or parent.pins != GONE else HOLE_RANK
-            page = pages.get(rank)
-            if page is None or len(page) >= PAGE_ITEMS:
-                page = next_page(rank)
+            if page is None or rank != of or not left:
+                page, of = next_page(rank), rank
+                left = PAGE_ITEMS - len(page)
             page[entry] = None
             entry.page = page
+            left -= 1
 
     def _dequeue(self, entry: _Entry[K]) -> None:
         assert entry.page is not None

@@ -159,4 +159,4 @@ def _as_load(ledger: Ledger, load: Load, tokens: float, more: float) -> DecodeLo
         pages = context / ledger.space.block_tokens + _PAGES_A_REQUEST * batch
         room = max(room, pages / capacity.pages)
     # One that has the instance for itself has all the room there is.
-    return DecodeLoad(ledger.cost.fit.predict((1.0, batch, context)), room if batch > 1.0 else 0.0)
+    return DecodeLoad(ledger.cost.fit.predict(1.0, batch, context), room if batch > 1.0 else 0.0)

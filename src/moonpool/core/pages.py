@@ -24,17 +24,20 @@ class PagePool:
         """Raises ValueError where `can_allocate` is false."""
         if not self.can_allocate(pages):
             raise ValueError(f"{pages} pages wanted, {len(self._free)} free")
-        taken = [self._free.pop() for _ in range(pages)]
+        left = len(self._free) - pages
+        taken = self._free[left:]
+        taken.reverse()
+        del self._free[left:]
         self._used.update(taken)
         return taken
 
     def release(self, pages: list[int]) -> None:
         """Raises ValueError for a page that is not in use: a page released twice would get two owners."""
-        for page in pages:
-            if page not in self._used:
-                raise ValueError(f"page {page} is not in use")
-            self._used.remove(page)
-            self._free.append(page)
+        if not self._used.issuperset(pages) or len(set(pages)) < len(pages):
+            wrong = next(page for at, page in enumerate(pages) if page not in self._used or page in pages[:at])
+            raise ValueError(f"page {wrong} is not in use")
+        self._used.difference_update(pages)
+        self._free += pages
 
     def check_integrity(self) -> None:
         assert len(self._free) + len(self._used) == self.count

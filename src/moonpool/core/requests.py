@@ -28,6 +28,9 @@ UNHURRIED_SECONDS = 60.0
 
 
 class Phase(enum.Enum):
+    # Counted by on every step of a request: the hash of `Enum` is written in Python.
+    __hash__ = object.__hash__
+
     HELD = "held"
     ROOM = "room"
     PREFILL = "prefill"

@@ -34,6 +34,9 @@ class PartKind(enum.Enum):
 
 
 class Tier(enum.Enum):
+    # Looked up in tables for every announcement: the hash of `Enum` is written in Python.
+    __hash__ = object.__hash__
+
     DRAM = "dram"
     SSD = "ssd"
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import msgspec
 import numpy as np
@@ -115,10 +114,17 @@ class Simulation:
     def run(self, on_progress: Callable[[int], None] = lambda over: None) -> None:
         """Until every request is over. `on_progress`: how many are, now and then."""
         self._register()
-        for request in self.requests:
-            self.clock.at(request.arrived, partial(self._arrive, request))
         self.clock.after(REPORT_SECONDS, self._report)
         told = self._open
+        for request in self.requests:
+            # What happens at the same time comes after.
+            while self.clock.step(before=request.arrived):
+                pass
+            self.clock.now = request.arrived
+            self._arrive(request)
+            if told - self._open >= 100:
+                told = self._open
+                on_progress(len(self.requests) - told)
         while self._open and self.clock.step():
             if told - self._open >= 100:
                 told = self._open
@@ -161,9 +167,9 @@ class Simulation:
     def _register(self) -> None:
         profile = self.setup.profile
         pages = profile.vram_tokens // profile.block_tokens
-        self._tell(Registered(PartKind.GATEWAY, GATEWAY))
+        self._handle(Registered(PartKind.GATEWAY, GATEWAY))
         for node in self.nodes.values():
-            self._tell(node.register())
+            self._handle(node.register())
         bound = self.setup.conductor.queue_bound
         for kind, slots, workers in (
             (PartKind.PREFILL, bound, self.prefill),
@@ -172,7 +178,7 @@ class Simulation:
             for id_, worker in workers.items():
                 capacity = Capacity(pages, slots, profile.context_tokens)
                 peer = Peer(id_, Incarnation("1"), id_)
-                self._tell(Registered(kind, peer, capacity, self._space, node=worker.node.id, model=MODEL))
+                self._handle(Registered(kind, peer, capacity, self._space, node=worker.node.id, model=MODEL))
 
     # The gateway
 
@@ -245,7 +251,7 @@ class Simulation:
 
     def _tell(self, event: Event) -> None:
         """At the same time, but after what happens now: nothing is told in the middle of something else."""
-        self.clock.after(0.0, lambda: self._handle(event))
+        self.clock.soon(self._handle, event)
 
     def _handle(self, event: Event) -> None:
         for action in self._conductor.handle(event, self.clock.now):
@@ -276,7 +282,7 @@ class Simulation:
                 self.nodes[node.id].snapshot()
             case act.WakeAt(at=at):
                 self._wake_at = at
-                self.clock.at(at, lambda: self._wake(at))
+                self.clock.at(at, self._wake, at)
             case act.Hold() | act.FleetChanged() | act.RegisterAgain() | act.ExpectEnd():
                 pass
 

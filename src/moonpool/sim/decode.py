@@ -33,14 +33,13 @@ from moonpool.core.vocabulary import PartId, RequestId
 from moonpool.sim.clock import Clock
 from moonpool.sim.node import SimNode
 from moonpool.sim.profile import Profile
-from moonpool.sim.request import SimRequest
+from moonpool.sim.request import Run, SimRequest
 
 
 @dataclass(slots=True)
 class _Run:
     """Steps under way."""
 
-    number: int
     requests: list[SimRequest]
     context: int
     began: float
@@ -88,7 +87,6 @@ class SimDecode:
         self._on_finished = on_finished
         self._requests: dict[RequestId, SimRequest] = {}
         self._run: _Run | None = None
-        self._runs = 0
         self._measured: DecodeStepped | None = None
         self._cost = DecodeCost(profile.decode)
         self._instance = DecodeInstance(
@@ -112,8 +110,7 @@ class SimDecode:
         self._requests[request.id] = request
         most = tokens + request.output_tokens - request.output
         self._feed(HandedOver(request.id, place.attempt, tokens, most, place.rank, place.tbt_limit))
-        attempt = place.attempt
-        self._clock.at(arrives, lambda: self._feed(KvArrived(request.id, attempt)))
+        self._clock.at(arrives, self._feed, KvArrived(request.id, place.attempt))
 
     def cancel(self, request: RequestId, attempt: int) -> None:
         self._feed(Dropped(request, attempt))
@@ -129,7 +126,8 @@ class SimDecode:
             self._measured = None
 
     def _feed(self, event: DecodeEvent) -> None:
-        if not isinstance(event, Stepped | HandedOver):
+        # What else comes changes neither the batch nor, before the run's end, who needs a page.
+        if isinstance(event, KvLoaded | Dropped):
             self._cut()
         for action in self._instance.handle(event, self._clock.now):
             match action:
@@ -147,7 +145,7 @@ class SimDecode:
         sim = self._requests[request]
         tokens = sim.trace.input_tokens + sim.output - 1
         seconds = tokens * self._profile.kv_bytes_per_token / self._profile.host_bytes_per_second
-        self._clock.after(seconds, lambda: self._loaded(request, attempt))
+        self._clock.after(seconds, self._loaded, request, attempt)
 
     def _loaded(self, request: RequestId, attempt: int) -> None:
         self.node.close(request, attempt, arrived=True)
@@ -158,14 +156,13 @@ class SimDecode:
 
     def _start(self, step: Step) -> None:
         requests = [self._requests[row.request] for row in step.rows]
-        costs, context = self._costs, sum(row.tokens for row in step.rows)
+        costs, context = self._costs, sum([row.tokens for row in step.rows])
         first = costs.fixed + costs.per_request * len(requests) + costs.per_context_token * context
-        ends = min(r.output_tokens - r.output for r in requests)
+        ends = min([r.output_tokens - r.output for r in requests])
         steps = min(ends, self._instance.steps_ahead)
-        self._runs += 1
         growth = costs.per_context_token * len(requests)
-        run = self._run = _Run(self._runs, requests, context, self._clock.now, first, growth, steps)
-        self._clock.at(run.end_of(steps), lambda: self._ended(run.number, steps))
+        run = self._run = _Run(requests, context, self._clock.now, first, growth, steps)
+        self._clock.at(run.end_of(steps), self._ended, run, steps)
 
     def _cut(self) -> None:
         """Something comes that may change the batch: the run goes on to the end of the step under way."""
@@ -175,20 +172,20 @@ class SimDecode:
         steps = run.steps_until(self._clock.now)
         if steps < run.steps:
             run.steps = steps
-            self._clock.at(run.end_of(steps), lambda: self._ended(run.number, steps))
+            self._clock.at(run.end_of(steps), self._ended, run, steps)
 
-    def _ended(self, number: int, steps: int) -> None:
-        run = self._run
-        if run is None or run.number != number or run.steps != steps:
+    def _ended(self, run: _Run, steps: int) -> None:
+        if self._run is not run or run.steps != steps:
             return
         self._run = None
         self.steps += steps
         self.busy_seconds += self._clock.now - run.began
+        taken = Run(run.began, run.first, run.growth, steps)
         for request in run.requests:
-            request.take(run.began, run.first, run.growth, steps)
+            request.take(taken)
         middle = run.context + len(run.requests) * (steps - 1) // 2
         self._measured = DecodeStepped(self.id, len(run.requests), middle, (self._clock.now - run.began) / steps)
-        finished = tuple(r.id for r in run.requests if r.output >= r.output_tokens)
+        finished = tuple([r.id for r in run.requests if r.output >= r.output_tokens])
         self._feed(Stepped(finished, steps=steps))
 
     def _drain(self, action: Drain) -> None:
@@ -204,4 +201,4 @@ class SimDecode:
             case Ending.DROPPED:
                 self.node.close(request.id, action.attempt, arrived=False)
         if action.pages:
-            self._clock.after(0.0, lambda: self._feed(stored))
+            self._clock.soon(self._feed, stored)

@@ -56,6 +56,7 @@ class SimNode:
         self._space = space
         self._tell = tell
         self._eviction: Eviction[BlockKey] = Eviction(policy)
+        self._held = self._eviction.keys()
         self._reserved = 0
         self._rooms: dict[tuple[RequestId, int], _Room] = {}
         self._shelf = shelf
@@ -90,8 +91,9 @@ class SimNode:
 
     def leading(self, keys: Sequence[BlockKey]) -> int:
         """How many leading blocks are here."""
+        held = self._held
         for count, key in enumerate(keys):
-            if key not in self._eviction:
+            if key not in held:
                 return count
         return len(keys)
 
@@ -154,18 +156,19 @@ class SimNode:
 
     def store(self, keys: Sequence[BlockKey]) -> None:
         """Keep what is lacking of these leading blocks of a prompt, as far as there is room."""
-        first = self.leading(keys)
-        self._eviction.touch(keys[:first])
-        at = first
+        held = self._held
+        at = used = self.leading(keys)
+        if at:
+            self._eviction.touch(keys[:at])
         while at < len(keys):
-            if keys[at] in self._eviction:
+            if keys[at] in held:
                 # It outlived a block before it.
                 at += 1
                 continue
             end = at + 1
-            while end < len(keys) and keys[end] not in self._eviction:
+            while end < len(keys) and keys[end] not in held:
                 end += 1
-            count = self._make_room(end - at, keys[:at])
+            count = self._make_room(end - at, keys[:at], at == used)
             added = keys[at : at + count]
             if added:
                 parent = keys[at - 1] if at else None
@@ -175,14 +178,20 @@ class SimNode:
                 return
             at = end
 
-    def _make_room(self, blocks: int, keep: Sequence[BlockKey]) -> int:
+    def _make_room(self, blocks: int, keep: Sequence[BlockKey], just_used: bool) -> int:
         """Evict for so many blocks, but not those to `keep`; how many there is room for."""
         size = self._space.block_bytes
-        if self._free < blocks * size:
-            held = [key for key in keep if key in self._eviction]
-            self._eviction.pin(held)
-            self._evict(blocks * size - self._free)
-            self._eviction.unpin(held)
+        lacking = blocks * size - self._free
+        if lacking > 0:
+            eviction = self._eviction
+            # Where the least recently used goes first, those that have just been used come last.
+            if just_used and eviction.policy == "lru" and eviction.evictable_bytes - len(keep) * size >= lacking:
+                self._evict(lacking)
+            else:
+                held = [key for key in keep if key in self._held]
+                eviction.pin(held)
+                self._evict(lacking)
+                eviction.unpin(held)
         return min(blocks, max(self._free, 0) // size)
 
     @property
@@ -217,8 +226,9 @@ class SimNode:
 
     def reserve(self, order: ReserveRoom) -> None:
         """All of it or nothing."""
-        keys = order.keys
-        held = tuple(key for key in keys if key in self._eviction)
+        keys, here = order.keys, self._held
+        lacking = tuple([at for at, key in enumerate(keys) if key not in here])
+        held = tuple([key for key in keys if key in here]) if len(lacking) < len(keys) else ()
         tokens = len(keys) * self._space.block_tokens + order.tail_tokens
         needed = room_bytes(self._space, tokens) - len(held) * self._space.block_bytes
         self._eviction.pin(held)
@@ -232,7 +242,6 @@ class SimNode:
             self._evict(needed - free)
         self._reserved += needed
         self._rooms[order.request, order.attempt] = keys, held, needed
-        lacking = tuple(at for at, key in enumerate(keys) if key not in self._eviction)
         self._tell(RoomConfirmed(self.id, self.peer.incarnation, order.request, order.attempt, lacking))
 
     def close(self, request: RequestId, attempt: int, arrived: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from moonpool.core.actions import Place
 from moonpool.core.blocks import hit_limit
@@ -111,7 +110,7 @@ class SimPrefill:
                 case Step(chunks):
                     self._step(chunks)
                 case Drain(request, attempt):
-                    self._clock.after(0.0, partial(self._drained, (request, attempt)))
+                    self._clock.soon(self._drained, (request, attempt))
                 case GiveUp(request, attempt, reason):
                     if self._orders[request, attempt].began is None:
                         self._forget((request, attempt))
@@ -133,8 +132,7 @@ class SimPrefill:
         order.hit = min(order.pinned, hit_limit(order.tokens, self._profile.block_tokens))
         ready = self.node.arrival(keys[: order.hit], now)
         ready += order.hit * self._profile.block_bytes / self._profile.host_bytes_per_second
-        id_ = order.request.id, order.place.attempt
-        self._clock.at(ready, lambda: self._feed(Loaded(*id_, order.hit)))
+        self._clock.at(ready, self._feed, Loaded(order.request.id, order.place.attempt, order.hit))
 
     def _step(self, chunks: tuple[Chunk, ...]) -> None:
         costs, seconds = self._costs, self._costs.fixed
@@ -148,7 +146,7 @@ class SimPrefill:
             order = self._orders[chunk.request, chunk.attempt]
             order.compute_seconds += seconds * chunk.count / tokens
             self._stream(order, chunk)
-        self._clock.at(done, lambda: self._done(chunks))
+        self._clock.at(done, self._done, chunks)
 
     def _stream(self, order: Order, chunk: Chunk) -> None:
         """Layer by layer, while the chunk computes: the links are booked from its start on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,13 +12,13 @@ from moonpool.report.summary import Intervals, Outcome, intervals_of
 from moonpool.trace.request import TraceRequest
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Tokens that came step by step: the first `gap` seconds after the token before, the next ones in growing steps."""
+class Run(NamedTuple):
+    """Tokens that came step by step. Those of one batch share it."""
 
-    gap: float
+    start: float
+    """When the first step began."""
     first: float
-    """Seconds of the second step of the run."""
+    """Seconds of the first step."""
     growth: float
     """Seconds that each further step takes more."""
     tokens: int
@@ -41,46 +42,50 @@ class SimRequest:
     fetched_tokens: int = 0
     """Those of them that came from another node."""
     first_token: float | None = None
-    last_token: float = 0.0
     output: int = 0
     finished: float | None = None
     refused: RejectReason | None = None
     retry_after: float | None = None
-    runs: list[Run] = field(default_factory=list)
+    runs: list[float] = field(default_factory=list)
+    """The numbers of one `Run` after another."""
+    output_tokens: int = field(init=False)
+    """It always has one: the first token is prefill's."""
+
+    def __post_init__(self) -> None:
+        self.output_tokens = max(self.trace.output_tokens, 1)
 
     @property
     def is_over(self) -> bool:
         return self.finished is not None or self.refused is not None
-
-    @property
-    def output_tokens(self) -> int:
-        """It always has one: the first token is prefill's."""
-        return max(self.trace.output_tokens, 1)
 
     def take_first(self, now: float, cached: int, fetched: int = 0) -> None:
         """An attempt's first token, which prefill draws; after a preemption the pause counts as an interval."""
         if self.first_token is None:
             self.first_token, self.cached_tokens, self.fetched_tokens = now, cached, fetched
         else:
-            self.runs.append(Run(now - self.last_token, 0.0, 0.0, 1))
+            self.runs += Run(now, 0.0, 0.0, 1)
         self.output += 1
-        self.last_token = now
 
-    def take(self, start: float, first: float, growth: float, steps: int) -> None:
-        """Tokens of consecutive decode steps that began at `start`; each takes `growth` longer than the last."""
-        gap = start + first - self.last_token
-        self.runs.append(Run(gap, first + growth, growth, steps))
-        self.output += steps
-        self.last_token = start + steps * first + growth * (steps * (steps - 1) / 2)
+    def take(self, run: Run) -> None:
+        """Tokens of consecutive decode steps."""
+        self.runs += run
+        self.output += run.tokens
 
     def intervals(self) -> Intervals:
-        parts: list[Intervals] = []
-        for run in self.runs:
-            part = np.empty(run.tokens)
-            part[0] = run.gap
-            part[1:] = run.first + run.growth * np.arange(run.tokens - 1)
-            parts.append(part)
-        return np.concatenate(parts) if parts else np.empty(0)
+        if not self.runs or self.first_token is None:
+            return np.empty(0)
+        start, first, growth, tokens = np.array(self.runs, dtype=np.float64).reshape(-1, 4).T
+        steps = tokens.astype(np.int64)
+        at = np.cumsum(steps) - steps
+        each = np.repeat(growth, steps)
+        within = np.arange(len(each)) - np.repeat(at + 1, steps)
+        intervals = np.repeat(first + growth, steps) + each * within
+        # Of each run's first token: since the last one of the run before.
+        ends = start + tokens * first + growth * (tokens * (tokens - 1) / 2)
+        intervals[at] = start + first
+        intervals[at[0]] -= self.first_token
+        intervals[at[1:]] -= ends[:-1]
+        return intervals
 
     @property
     def ttft(self) -> float | None:

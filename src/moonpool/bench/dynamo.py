@@ -1,0 +1,70 @@
+"""NVIDIA Dynamo as the peer of `make bench-core`: its wheel, in a virtual environment of its own.
+
+It lies in `peers` of Moonpool's cache directory and is made once; what it measures is in `peer_dynamo.py`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from moonpool.bench.peer import Peer, PeerMissingError, locked, run_or_explain
+from moonpool.engine.model import home
+
+VERSION = "1.6.1"
+PACKAGE = f"ai-dynamo-runtime=={VERSION}"
+WORKERS = 16
+SECONDS = 600.0
+
+
+class PeerFigures(msgspec.Struct, frozen=True):
+    """On one trace."""
+
+    find_us: float
+    """Of `RadixTree.find_matches` through its Python binding, mean."""
+    store_us: float
+    replayed: float
+    """Requests a second of its offline replay, with the KV router."""
+
+
+def set_up(console: Console) -> Peer:
+    """Ready to run. Raises PeerMissingError."""
+    folder = home() / "peers" / f"dynamo-{VERSION}"
+    peer = Peer(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder / "lock"):
+            if not (folder / "installed").exists():
+                with console.status(f"Dynamo {VERSION}: a virtual environment of its own (once, 60 MB)"):
+                    shutil.rmtree(folder / "venv", ignore_errors=True)
+                    run_or_explain([sys.executable, "-m", "venv", str(folder / "venv")], peer, "no environment")
+                    pip = [str(peer.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+                    wheel = ["--no-input", "--no-deps", "--only-binary", ":all:", PACKAGE]
+                    run_or_explain([*pip, *wheel], peer, f"pip cannot install {PACKAGE}")
+                (folder / "installed").touch()
+    except OSError as error:
+        raise PeerMissingError(f"cannot write to {folder}: {error.strerror or error}") from error
+    return peer
+
+
+def measure(peer: Peer, trace: Path, block_tokens: int) -> PeerFigures:
+    """Raises PeerMissingError where it does not run here."""
+    script = Path(__file__).with_name("peer_dynamo.py")
+    command = [str(peer.python), str(script), str(trace), str(WORKERS), str(block_tokens)]
+    # It logs a line for each choice otherwise, which would be measured with it.
+    environment: dict[str, Any] = {**peer.environment, "DYN_LOG": "error"}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise PeerMissingError(f"Dynamo did not end within {SECONDS:g} s") from None
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise PeerMissingError(f"Dynamo ended with {done.returncode}: {' '.join(last)}")
+    return msgspec.json.decode(lines[-1], type=PeerFigures)
