@@ -301,6 +301,24 @@ def calibrate(config: Config, token: str | None) -> int:
     return run(config, partial(_engine, config))
 
 
+@app.command()
+def paper(
+    traces: Annotated[Path, typer.Option(metavar="DIR", help="A folder with the traces.")],
+    hardware: Annotated[str, typer.Option(help="A hardware profile, or a YAML file with one.")] = "a800-llama2-70b",
+    prefill: Annotated[int, typer.Option(min=1, max=4096, help="Prefill instances.")] = 8,
+    decode: Annotated[int, typer.Option(min=1, max=4096, help="Decode instances.")] = 8,
+    seeds: Annotated[str, typer.Option(help="Of the arrivals' jitter; several, with commas between.")] = "1,2,3,4,5",
+    first: Annotated[int | None, typer.Option(min=1, help="Take only so many requests.")] = None,
+    as_json: AsJson = False,
+    jobs: Annotated[int, typer.Option(min=0, max=64, help="Processes; 0: as many as cores.")] = 0,
+) -> int:
+    """The Mooncake paper's figures beside what this scheduler makes of the traces, with a comment on each."""
+    from moonpool.command.paper import Wanted
+    from moonpool.command.paper import paper as run
+
+    return run(Wanted(traces, hardware, prefill, decode, seeds, first, as_json, jobs))
+
+
 @app.command(hidden=True)
 def check_model(model: Path) -> int:
     """Say in one line why the torch engine does not take this model directory; `serve` runs it before it starts."""
