@@ -19,15 +19,15 @@ def wanted(folder: Path) -> Wanted:
 def test_a_folder_of_traces_gives_chapters(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "LEAST_REQUESTS", 50)
+    monkeypatch.setattr(command, "LEAST_REQUESTS", 30)
     lines = [
         {
             "timestamp": 3000 * at,
-            "input_length": 16_384,
+            "input_length": 32_768,
             "output_length": 3,
-            "hash_ids": [at % 3, *range(100 * at + 100, 100 * at + 131)],
+            "hash_ids": [at % 3, *range(100 * at + 100, 100 * at + 163)],
         }
-        for at in range(80)
+        for at in range(40)
     ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "sample.jsonl").write_text(json.dumps(lines[0]) + "\n")
