@@ -74,7 +74,7 @@ class Attempts:
                 self.requests.remember(event.request, event.attempt)
                 self.endings.send_reject(event, refusal)
                 return
-            request = self.requests.add(event, now, self._gate.work_seconds(event))
+            request = self.requests.add(event, now)
             if behind is not None:
                 self._displacing.displace(behind, request, now)
         self._serve(request, now)

@@ -223,11 +223,6 @@ class Gate:
         wait = load.seconds(now) if load is not None else 0.0
         return Refusal(RejectReason.TTFT_SLO, f"{event.instance}: {event.reason}; retry later", clamp_retry(wait))
 
-    def work_seconds(self, event: RequestArrived) -> float:
-        """Its prompt takes, if nothing of it is cached; 0 where nobody is there to say."""
-        loads = self._fleet.prefill_for(event.model)
-        return loads[0].cost.seconds(event.prompt_tokens, 0) if loads else 0.0
-
 
 def _kept(request: Request, ledger: Ledger) -> float:
     """The share of a decode instance that those of sooner ranks may still want; an empty one takes anybody."""

@@ -136,15 +136,16 @@ class Requests:
         """
         return attempt <= self._over.get(id_, 0)
 
-    def add(self, event: RequestArrived, now: float, work_seconds: float = 0.0) -> Request:
-        """`work_seconds`: its prompt takes, if nothing of it is cached."""
+    def add(self, event: RequestArrived, now: float) -> Request:
         self._serial += 1
         priority = self.classes.of(event.priority)
         limits = self.classes.limits(event.slo, priority)
         request = Request(event, self._serial, now, now + event.time_left, Phase.HELD, now, priority, limits)
         request.accepted = event.attempt > 1
         request.sooner = self.classes.sooner(priority)
-        slack = max((UNHURRIED_SECONDS if limits.ttft is None else limits.ttft) - work_seconds, 0.0)
+        # Not less its own prefill: those that are held wait for room in the decode pool, and long prompts would always
+        # have it before short ones.
+        slack = UNHURRIED_SECONDS if limits.ttft is None else limits.ttft
         request.turn = now + slack + AGEING_SECONDS * self.classes.place(priority)
         self._over.pop(request.id, None)
         self._live[request.id] = request
