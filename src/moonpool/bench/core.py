@@ -82,6 +82,8 @@ def main() -> None:
     bars: list[Bar] = []
     table = Table("measure", "value", title="the scheduler and its simulator")
     figures: dict[str, object] = {}
+    # First, in a process that has not grown yet: its memory is what this one grows by.
+    _directory(chosen.entries, chosen.most_entries, table, bars)
     with tempfile.TemporaryDirectory(prefix="moonpool-core-") as folder:
         made = Path(folder) / "synthetic.jsonl"
         write(made, islice(sessions(SYNTHETIC_RATE), chosen.synthetic))
@@ -95,7 +97,6 @@ def main() -> None:
         decided = _decisions(trace, chosen.instances, table, bars)
         peer, lack = _peer(trace, chosen.peer, console)
         _against_peer(peer, lack, of_trace, decided, table, bars)
-        _directory(chosen.entries, chosen.most_entries, table, bars)
         if chosen.day:
             _day(Path(folder) / "day.jsonl", chosen.day, table, bars)
     console.print(table)

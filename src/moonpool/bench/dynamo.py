@@ -56,7 +56,8 @@ def set_up(console: Console) -> Peer:
 def measure(peer: Peer, trace: Path, block_tokens: int) -> PeerFigures:
     """Raises PeerMissingError where it does not run here."""
     script = Path(__file__).with_name("peer_dynamo.py")
-    command = [str(peer.python), str(script), str(trace), str(WORKERS), str(block_tokens)]
+    # -P: this module has the name of the peer's package, and lies beside the script.
+    command = [str(peer.python), "-P", str(script), str(trace), str(WORKERS), str(block_tokens)]
     # It logs a line for each choice otherwise, which would be measured with it.
     environment: dict[str, Any] = {**peer.environment, "DYN_LOG": "error"}
     try:
