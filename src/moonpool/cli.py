@@ -125,6 +125,13 @@ def decode(config: Config, token: str | None) -> int:
     return _run(config, "decode-0", partial(_decode, config, token))
 
 
+@app.command(rich_help_panel="Parts, each started alone")
+@with_flags("part", "model", "pool", "batch", "log", others=CLUSTER)
+def coupled(config: Config, token: str | None) -> int:
+    """A worker that prefills and decodes, beside a node on the same machine."""
+    return _run(config, "coupled-0", partial(_coupled, config, token))
+
+
 @app.command()
 def pull(name: Annotated[str, typer.Argument(help="The model's name.")] = "smollm2") -> int:
     """Download a model, check it and convert it, once; afterwards it is used offline."""
@@ -237,6 +244,14 @@ def simulate(
     ] = None,
     as_json: AsJson = False,
     jobs: Annotated[int, typer.Option(min=0, max=64, help="Processes; 0: as many as cores.")] = 0,
+    coupled: Annotated[int, typer.Option(min=0, max=4096, help="Compare with so many coupled workers.")] = 0,
+    coupled_mode: Annotated[
+        str, typer.Option(help="How they mix: prefill-first, one-at-a-time, chunked; with commas between.")
+    ] = "chunked",
+    chunk: Annotated[str, typer.Option(help="Tokens of a chunked step; several with commas between.")] = "512",
+    routing: Annotated[
+        str, typer.Option(help="Of requests to them: round-robin, prefix-affine; with commas between.")
+    ] = "prefix-affine",
 ) -> int:
     """Replay a trace on a simulated cluster, with the very scheduler that serves."""
     from moonpool.command.simulate import Wanted
@@ -260,6 +275,10 @@ def simulate(
         jobs=jobs,
         classes=classes,
         mix=mix,
+        coupled=coupled,
+        coupled_mode=coupled_mode,
+        chunk=chunk,
+        routing=routing,
     )
     return run(wanted)
 
@@ -473,6 +492,28 @@ def _decode(config: Config, token: str | None, part: PartId) -> Work:
     async def work() -> None:
         with _open(part, config, token, config.part.control_port) as link:
             await run_decode(link, address, settings, engine)
+
+    return work
+
+
+def _coupled(config: Config, token: str | None, part: PartId) -> Work:
+    from moonpool.live.coupled import CoupledConfig, run_coupled
+
+    address = _conductor(config)
+    chunked = config.batch.coupled_mode == "chunked"
+    engine = _engine(config, config.pool.decode_pages)
+    settings = CoupledConfig(
+        served_model=config.served_name,
+        node=_its_node(config),
+        mode=config.batch.coupled_mode,
+        step_tokens=config.batch.prefill_chunk if chunked else engine.context_tokens,
+        max_batch=config.batch.max_batch,
+        queue_bound=config.placement.queue_bound,
+    )
+
+    async def work() -> None:
+        with _open(part, config, token, config.part.control_port) as link:
+            await run_coupled(link, address, settings, engine)
 
     return work
 

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from moonpool.core.admission import AdmissionPolicy
+from moonpool.core.coupled import CoupledMode
 from moonpool.core.eviction import EvictionPolicy
 from moonpool.core.vocabulary import PriorityClass
 
@@ -41,6 +42,9 @@ class ModelConfig(Struct, frozen=True):
 class FleetConfig(Struct, frozen=True):
     prefill: Annotated[int, Meta(ge=1, le=64, description="prefill workers")] = 1
     decode: Annotated[int, Meta(ge=1, le=64, description="decode workers")] = 1
+    coupled: Annotated[
+        int, Meta(ge=0, le=64, description="workers that prefill and decode, in place of the others (0: none)")
+    ] = 0
     nodes: Annotated[int, Meta(ge=1, le=32, description="nodes; the workers are spread over them")] = 1
 
 
@@ -69,6 +73,10 @@ class PoolConfig(Struct, frozen=True):
 class BatchConfig(Struct, frozen=True):
     prefill_chunk: Annotated[int, Meta(ge=1, le=1 << 20, description="most prompt tokens in one prefill step")] = 512
     max_batch: Annotated[int, Meta(ge=1, le=4096, description="most requests in one decode batch")] = 16
+    coupled_mode: Annotated[
+        CoupledMode,
+        Meta(description="how coupled workers mix: chunks of `prefill-chunk` with decode, or prompts first"),
+    ] = "chunked"
 
 
 class FrontConfig(Struct, frozen=True):

@@ -18,6 +18,7 @@ from moonpool.command.workload import Traffic, Workload
 from moonpool.errors import MoonpoolError
 from moonpool.report.run import Run
 from moonpool.sim.cluster import Setup
+from moonpool.sim.coupled_cluster import CoupledSetup, run_coupled
 from moonpool.sim.run import run
 
 COMMAND = (sys.executable, "-P", "-m", "moonpool.command.elsewhere")
@@ -29,7 +30,7 @@ class Task(msgspec.Struct, frozen=True):
 
     name: str
     workload: Workload
-    setup: Setup
+    setup: Setup | CoupledSetup
     speed: float | None = None
     """None: the workload's own."""
 
@@ -56,7 +57,10 @@ class Runner:
             self._traffic[key] = Traffic(*key)
         requests = list(self._traffic[key].requests(task.speed, task.setup.seed))
         began = time.perf_counter()
-        done = run(task.name, task.setup, requests, on_progress)
+        if isinstance(task.setup, CoupledSetup):
+            done = run_coupled(task.name, task.setup, requests, on_progress)
+        else:
+            done = run(task.name, task.setup, requests, on_progress)
         return Said(len(requests), done, time.perf_counter() - began)
 
 

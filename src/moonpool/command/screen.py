@@ -38,9 +38,10 @@ class Screen:
         self._began = time.monotonic()
         self._config = config
         fleet = config.fleet
+        workers = f"{fleet.coupled} coupled" if fleet.coupled else f"{fleet.prefill} prefill, {fleet.decode} decode"
         self._say(
             f"[bold]moonpool[/] serves {escape(config.served_name)} ({config.model.engine}): "
-            f"{fleet.prefill} prefill, {fleet.decode} decode, {fleet.nodes} node{'s' if fleet.nodes > 1 else ''}"
+            f"{workers}, {fleet.nodes} node{'s' if fleet.nodes > 1 else ''}"
         )
         if config.model.engine == "timed":
             self._say(

@@ -63,12 +63,13 @@ def plan_parts(config: Config, file: Path, run_dir: Path) -> list[PartPlan]:
     nodes = [PartId(f"node-{i}") for i in range(config.fleet.nodes)]
     plans = [PartPlan(front, ("gateway", "--id", front, *shared), conducts=True)]
     plans += [PartPlan(n, ("node", "--id", n, "--run-dir", str(run_dir), *shared), after=(front,)) for n in nodes]
-    kinds = ["prefill"] * config.fleet.prefill + ["decode"] * config.fleet.decode
-    counts = {"prefill": 0, "decode": 0}
+    fleet = config.fleet
+    kinds = ["coupled"] * fleet.coupled or ["prefill"] * fleet.prefill + ["decode"] * fleet.decode
+    counts = dict.fromkeys(kinds, 0)
     for kind in kinds:
         # Prefill workers fill the nodes from the first on, decode workers from the last: with two nodes KV crosses.
         index = counts[kind]
-        node = nodes[index % len(nodes)] if kind == "prefill" else nodes[-1 - index % len(nodes)]
+        node = nodes[-1 - index % len(nodes)] if kind == "decode" else nodes[index % len(nodes)]
         worker = PartId(f"{kind}-{index}")
         arguments = (kind, "--id", worker, "--node", node, *shared)
         plans.append(PartPlan(worker, arguments, after=(front, node), ends_with=node))

@@ -6,13 +6,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from moonpool.command.choices import numbers, some_of
 from moonpool.command.classes import read_classes, read_mix
 from moonpool.command.columns import compared, figures
 from moonpool.command.elsewhere import Said, Task
@@ -21,9 +21,10 @@ from moonpool.command.machine import cores
 from moonpool.command.processes import run_all
 from moonpool.command.settings import duration
 from moonpool.command.workload import Traffic, Workload
-from moonpool.core.admission import ADMISSION_POLICIES, AdmissionPolicy
+from moonpool.core.admission import ADMISSION_POLICIES
 from moonpool.core.conductor import ConductorConfig
-from moonpool.core.placement import PLACEMENT_POLICIES, PlacementPolicy
+from moonpool.core.coupled import COUPLED_MODES
+from moonpool.core.placement import PLACEMENT_POLICIES
 from moonpool.core.vocabulary import Slo
 from moonpool.errors import ConfigError
 from moonpool.report.html import Page, page
@@ -31,8 +32,7 @@ from moonpool.report.rows import Column, Difference, differences
 from moonpool.report.run import Run
 from moonpool.sim.cluster import Setup
 from moonpool.sim.configuration import Configuration, read_configuration
-
-P = TypeVar("P", PlacementPolicy, AdmissionPolicy)
+from moonpool.sim.coupled_cluster import ROUTINGS, CoupledSetup
 
 QUEUE_BOUND = 1 << 20
 """The paper's cluster refuses by limits alone."""
@@ -63,6 +63,10 @@ class Wanted(msgspec.Struct, frozen=True):
     """A YAML file."""
     mix: str | None = None
     """`high=0.3,low=0.7`."""
+    coupled: int = 0
+    coupled_mode: str = "chunked"
+    chunk: str = "512"
+    routing: str = "prefix-affine"
 
 
 class SimulationReport(msgspec.Struct, frozen=True):
@@ -81,7 +85,7 @@ class SimulationReport(msgspec.Struct, frozen=True):
 def simulate(wanted: Wanted) -> int:
     """Print what came of it. Raises ConfigError or TraceError."""
     wanted = _sorted_out(wanted)
-    seeds, configurations = read_seeds(wanted.seeds), _configurations(wanted)
+    seeds, configurations = read_seeds(wanted.seeds), (*_configurations(wanted), *_coupled(wanted))
     # Read here too: mistakes are told before anything runs.
     traffic = Traffic(wanted.workload, configurations[0].setup.profile.block_tokens)
     count = sum(1 for _ in traffic.requests(seed=seeds[0]))
@@ -149,11 +153,11 @@ def _sorted_out(wanted: Wanted) -> Wanted:
 def _configurations(wanted: Wanted) -> tuple[Configuration, ...]:
     """Of the files, which the flags complete; else every placement with every admission."""
     profile = hardware_profile(wanted.hardware)
-    found = []
+    found: dict[str, Setup] = {}
     classes = read_classes(wanted.classes, "--classes", duration) if wanted.classes else ()
     mix = read_mix(wanted.mix, classes)
-    for placement in _some_of("--placement", wanted.placement, PLACEMENT_POLICIES):
-        for admission in _some_of("--admission", wanted.admission, ADMISSION_POLICIES):
+    for placement in some_of("--placement", wanted.placement, PLACEMENT_POLICIES):
+        for admission in some_of("--admission", wanted.admission, ADMISSION_POLICIES):
             config = ConductorConfig(
                 placement=placement,
                 admission=admission,
@@ -163,10 +167,11 @@ def _configurations(wanted: Wanted) -> tuple[Configuration, ...]:
                 classes=classes,
             )
             setup = Setup(profile, wanted.prefill, wanted.decode, config, mix=mix)
-            found.append(Configuration(f"{placement} {admission}", setup))
+            found[f"{placement} {admission}"] = setup
     if not wanted.files:
-        return tuple(found)
-    read = tuple(read_configuration(file, found[0].setup, hardware_profile) for file in wanted.files)
+        return tuple(Configuration(name, setup) for name, setup in found.items())
+    base = next(iter(found.values()))
+    read = tuple(read_configuration(file, base, hardware_profile) for file in wanted.files)
     names = [each.name for each in read]
     for name in names:
         if names.count(name) > 1:
@@ -178,13 +183,17 @@ def _configurations(wanted: Wanted) -> tuple[Configuration, ...]:
     return read
 
 
-def _some_of(flag: str, text: str, known: Sequence[P]) -> list[P]:
-    by_name = {str(policy): policy for policy in known}
-    chosen = [word.strip() for word in text.split(",")]
-    for word in chosen:
-        if word not in by_name:
-            raise ConfigError(f"{flag} {word!r}: must be of {', '.join(by_name)}, with commas between")
-    return list(dict.fromkeys(by_name[word] for word in chosen))
+def _coupled(wanted: Wanted) -> tuple[Configuration, ...]:
+    """Every mode, `chunked` with every chunk, with every routing; none without `--coupled`."""
+    found = []
+    for mode in some_of("--coupled-mode", wanted.coupled_mode, COUPLED_MODES) if wanted.coupled else ():
+        for chunk in numbers("--chunk", wanted.chunk, 1) if mode == "chunked" else (0,):
+            for routing in some_of("--routing", wanted.routing, ROUTINGS):
+                name = f"coupled {mode} {chunk or ''} {routing}".replace("  ", " ")
+                profile, slo = hardware_profile(wanted.hardware), Slo(wanted.ttft, wanted.tbt)
+                setup = CoupledSetup(profile, wanted.coupled, mode, chunk, routing, slo=slo)
+                found.append(Configuration(name, setup))
+    return tuple(found)
 
 
 def _run(
@@ -230,7 +239,8 @@ def _facts(wanted: Wanted, count: int, seeds: Sequence[int]) -> list[str]:
         + (f", seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f", seed {seeds[0]}")
     ]
     if not wanted.compare:
-        facts.append(f"{wanted.prefill} prefill and {wanted.decode} decode instances, {wanted.hardware}")
+        coupled = f", or {wanted.coupled} coupled ones" if wanted.coupled else ""
+        facts.append(f"{wanted.prefill} prefill and {wanted.decode} decode instances{coupled}, {wanted.hardware}")
     if len(seeds) > 1 and not workload.jitter:
         facts.append("all seeds have the same arrivals: --jitter SECONDS draws them")
     return facts

@@ -19,14 +19,14 @@ from moonpool.core.displacing import Displacing
 from moonpool.core.endings import DEADLINE, GRACE_SECONDS, Endings
 from moonpool.core.fleet import Fleet
 from moonpool.core.gate import Gate
-from moonpool.core.options import Options, Wait, options_for
+from moonpool.core.options import Options, Wait, options_for, together
 from moonpool.core.outlook import Outlook
 from moonpool.core.pages import pages_for
 from moonpool.core.placement import Choice, place
 from moonpool.core.requests import AT_WORKERS, Phase, Placement, Request, Requests
 from moonpool.core.settings import ConductorConfig, of_class
 from moonpool.core.sweeper import Sweeper
-from moonpool.core.vocabulary import PartId, RejectReason, RequestId
+from moonpool.core.vocabulary import PartId, PartKind, RejectReason, RequestId
 from moonpool.core.why import Why
 
 PREEMPTED = "pages ran out on the decode instance"
@@ -138,6 +138,8 @@ class Attempts:
         answer: Refusal | Wait | None
         if isinstance(found, Options):
             choice = place(config.placement, found.view, found.wanted, self._rng, config.threshold)
+            if self._fleet.coupled:
+                choice = together(choice, found.view)
             answer = self._gate.at_placement(request, found, choice, now)
             self.why.weighed(request, found, choice, answer, now)
             if answer is not None and self._clear(choice, request, answer, now):
@@ -191,6 +193,10 @@ class Attempts:
         self._outlook.placed(request, placed, request.limits.tbt, now)
         self.sweeper.placed(choice, options.space, options.keys, now)
         request.avoid = None
+        if self._fleet.parts[choice.decode.id].kind is PartKind.COUPLED:
+            # Its KV stays where it is computed: no room has to be there first.
+            self._place(request, placed, (), now)
+            return
         self.requests.move(request, Phase.ROOM)
         tail = request.arrived.prompt_tokens % options.space.block_tokens
         node = self._fleet.nodes[choice.decode.node].peer

@@ -146,7 +146,7 @@ class Conductor:
     # Who is there
 
     def _registered(self, event: ev.Registered, now: float) -> None:
-        if event.space is None and event.kind in (PartKind.PREFILL, PartKind.DECODE):
+        if event.space is None and (event.kind.prefills or event.kind.decodes):
             return
         id_ = event.peer.id
         known = self._fleet.parts.get(id_)
@@ -175,7 +175,7 @@ class Conductor:
                 self._out.append(act.RegisterAgain(Peer(event.id, event.incarnation, "")))
             return
         before, part.reported, part.heard_at = part.reported, event, now
-        if part.kind is PartKind.DECODE:
+        if part.kind.decodes:
             self._fleet.decode[part.id].correct(event)
         elif part.kind is PartKind.NODE:
             node = self._fleet.nodes[part.id]

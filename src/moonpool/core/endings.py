@@ -119,7 +119,7 @@ class Endings:
             workers.append(placed.choice.prefill.id)
         if request.phase in AT_WORKERS:
             workers.append(placed.choice.decode.id)
-        for id_ in workers:
+        for id_ in dict.fromkeys(workers):
             part = self._fleet.parts.get(id_)
             if part is not None and id_ != reporter:
                 self._out.append(act.Cancel(request.id, request.attempt, part.peer))

@@ -342,6 +342,8 @@ class Fleet:
     prefill: dict[PartId, PrefillLoad] = field(default_factory=dict)
     decode: dict[PartId, DecodeLoad] = field(default_factory=dict)
     nodes: dict[PartId, NodeLoad] = field(default_factory=dict)
+    coupled: int = 0
+    """Instances that are in `prefill` and in `decode`."""
     _lost_at: dict[tuple[PartKind, str], float] = field(default_factory=dict)
     """When an instance of this kind and model last went away."""
     _prefill_of: dict[str, tuple[PrefillLoad, ...]] = field(default_factory=dict)
@@ -352,12 +354,13 @@ class Fleet:
         """The costs are used where the part is of that kind. Raises ValueError for a worker without key space."""
         peer = event.peer
         part = Part(event, now, Reported(peer.id, peer.incarnation, pages_free=event.capacity.pages))
-        if event.kind is PartKind.PREFILL:
+        if event.kind.prefills:
             self.prefill[peer.id] = PrefillLoad(part, _space_of(event), prefill)
-        elif event.kind is PartKind.DECODE:
+        if event.kind.decodes:
             self.decode[peer.id] = DecodeLoad(part, _space_of(event), decode)
-        elif event.kind is PartKind.NODE:
+        if event.kind is PartKind.NODE:
             self.nodes[peer.id] = NodeLoad(part)
+        self.coupled += event.kind is PartKind.COUPLED
         self.parts[peer.id] = part
         self._changed()
         return part
@@ -369,6 +372,7 @@ class Fleet:
 
     def remove(self, id_: PartId, now: float) -> Part:
         part = self.parts.pop(id_)
+        self.coupled -= part.kind is PartKind.COUPLED
         self.prefill.pop(id_, None)
         self.decode.pop(id_, None)
         self.nodes.pop(id_, None)
@@ -444,13 +448,10 @@ class Fleet:
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the tables of loads and parts disagree."""
-        tables = (
-            (PartKind.PREFILL, list(self.prefill)),
-            (PartKind.DECODE, list(self.decode)),
-            (PartKind.NODE, list(self.nodes)),
-        )
-        for kind, ids in tables:
-            assert ids == [id_ for id_, part in self.parts.items() if part.kind is kind], kind
+        parts = self.parts.items()
+        assert list(self.prefill) == [id_ for id_, part in parts if part.kind.prefills]
+        assert list(self.decode) == [id_ for id_, part in parts if part.kind.decodes]
+        assert list(self.nodes) == [id_ for id_, part in parts if part.kind is PartKind.NODE]
         for prefill in self.prefill.values():
             prefill.coming.check_integrity(prefill.queue)
             prefill.check_integrity()

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from moonpool.core.admission import Refusal, check_context, check_room
-from moonpool.core.choice import DecodeOption, PrefillOption, Source, View, Wanted
+from moonpool.core.choice import Choice, DecodeOption, PrefillOption, Source, View, Wanted
 from moonpool.core.classes import BATCH, is_batch, kept
 from moonpool.core.directory import Directory
 from moonpool.core.fleet import DecodeLoad, Fleet, PrefillLoad
@@ -68,9 +68,27 @@ def options_for(
         return Wait("all prefill queues are full")
     for id_ in sorted(spaces):
         pair = [p for p in free_prefill if p.space.id == id_], [d for d in free_decode if d.space.id == id_]
-        if all(pair):
-            return _options(request, spaces[id_], needs[id_], *pair, fleet, directory, config, now)
+        for group in (_separate(*pair), _coupled(*pair)) if fleet.coupled else (pair,):
+            if all(group):
+                return _options(request, spaces[id_], needs[id_], *group, fleet, directory, config, now)
     return Wait("no prefill and decode instance of one key space are free together")
+
+
+def together(choice: Choice, view: View) -> Choice:
+    """A coupled instance that prefills a request decodes it as well, whatever the policy would have chosen for that."""
+    twin = next((d for d in view.decode if d.id == choice.prefill.id), None)
+    return choice if twin is None else structs.replace(choice, decode=twin)
+
+
+def _separate(prefill: list[PrefillLoad], decode: list[DecodeLoad]) -> tuple[list[PrefillLoad], list[DecodeLoad]]:
+    coupled = PartKind.COUPLED
+    return [p for p in prefill if p.part.kind is not coupled], [d for d in decode if d.part.kind is not coupled]
+
+
+def _coupled(prefill: list[PrefillLoad], decode: list[DecodeLoad]) -> tuple[list[PrefillLoad], list[DecodeLoad]]:
+    """Those that can take a request on both sides."""
+    both = {p.part.id for p in prefill} & {d.part.id for d in decode}
+    return [p for p in prefill if p.part.id in both], [d for d in decode if d.part.id in both]
 
 
 class _Needs(NamedTuple):

@@ -142,6 +142,17 @@ def _part(part: Part, fleet: Fleet, directory: Directory, now: float) -> PartSta
                 committed_pages=decode.committed_pages,
                 cost=decode.cost.fit.coefficients,
             )
+        case PartKind.COUPLED:
+            prefill, decode = fleet.prefill[part.id], fleet.decode[part.id]
+            return structs.replace(
+                state,
+                pages_free=reported.pages_free,
+                context_tokens=reported.context_tokens,
+                assigned=len(decode.assigned),
+                committed_pages=decode.committed_pages,
+                queue_seconds=prefill.seconds(now),
+                cost=(*prefill.cost.fit.coefficients, *decode.cost.fit.coefficients),
+            )
         case PartKind.NODE:
             node = fleet.nodes[part.id]
             return structs.replace(

@@ -31,6 +31,16 @@ class PartKind(enum.Enum):
     NODE = "node"
     PREFILL = "prefill"
     DECODE = "decode"
+    COUPLED = "coupled"
+    """Prefill and decode instance in one; it takes requests that it serves from their first to their last step."""
+
+    @property
+    def prefills(self) -> bool:
+        return self in (PartKind.PREFILL, PartKind.COUPLED)
+
+    @property
+    def decodes(self) -> bool:
+        return self in (PartKind.DECODE, PartKind.COUPLED)
 
 
 class Tier(enum.Enum):

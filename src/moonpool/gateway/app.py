@@ -149,8 +149,9 @@ class Pages:
         except PeerUnavailableError:
             parts = []
         fleet = desk.cluster.fleet.latest
-        pages = sum(p.capacity.pages for p in fleet.parts if p.kind is PartKind.DECODE) if fleet is not None else 0
-        used = sum(values.get("pages_used", 0.0) for _, kind, values in parts if kind == PartKind.DECODE.value)
+        pages = sum(p.capacity.pages for p in fleet.parts if p.kind.decodes) if fleet is not None else 0
+        decoding = [kind.value for kind in PartKind if kind.decodes]
+        used = sum(values.get("pages_used", 0.0) for _, kind, values in parts if kind in decoding)
         self._meters.kv_usage.set(used / pages if pages else 0.0)
         return Response(self._meters.page(parts), media_type="text/plain; version=0.0.4; charset=utf-8")
 

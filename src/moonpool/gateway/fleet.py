@@ -39,7 +39,10 @@ class FleetView:
         nodes = {node.id for node in fleet.nodes}
         # A worker registers before it has found its node; until then nothing can be placed there.
         kinds = {part.kind for part in fleet.parts if part.node in nodes}
-        for kind in (PartKind.PREFILL, PartKind.DECODE):
-            if kind not in kinds:
+        for kind, is_there in (
+            (PartKind.PREFILL, any(kind.prefills for kind in kinds)),
+            (PartKind.DECODE, any(kind.decodes for kind in kinds)),
+        ):
+            if not is_there:
                 return f"no {kind.value} worker is in the cluster"
         return None if fleet.context_tokens else "no prefill and decode worker of the cluster go together"

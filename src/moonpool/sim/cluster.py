@@ -6,7 +6,6 @@ drawn, so equal inputs give equal bytes.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -36,14 +35,13 @@ from moonpool.core.vocabulary import (
     PartId,
     PartKind,
     Peer,
-    RequestId,
 )
 from moonpool.sim.clock import Clock, Link
 from moonpool.sim.decode import SimDecode
 from moonpool.sim.node import SimNode
 from moonpool.sim.prefill import Order, SimPrefill
 from moonpool.sim.profile import Profile
-from moonpool.sim.request import SimRequest
+from moonpool.sim.request import SimRequest, own_keys
 from moonpool.sim.shelf import SimShelf
 from moonpool.trace.request import TraceRequest
 
@@ -57,7 +55,7 @@ CLASS_DRAWS = 1
 """Beside the seed: other draws do not move when requests get classes."""
 
 
-class Setup(Struct, frozen=True):
+class Setup(Struct, frozen=True, tag=True):
     """What is simulated. Each instance stands on a machine of its own, whose DRAM is part of the pool."""
 
     profile: Profile
@@ -107,7 +105,9 @@ class Simulation:
             node = self._node(f"node-d{number}")
             self.decode[id_] = SimDecode(id_, node, profile, self.clock, self._tell, self._over)
         asked = _draw_classes(setup, len(trace))
-        self.requests = [self._request(number, request, asked[number - 1]) for number, request in enumerate(trace, 1)]
+        self.requests = [
+            SimRequest.of(number, each, profile.block_tokens, asked[number - 1]) for number, each in enumerate(trace, 1)
+        ]
         self._by_id = {request.id: request for request in self.requests}
         self._open = len(self.requests)
 
@@ -155,14 +155,6 @@ class Simulation:
         node = SimNode(name, self._space, dram, self.setup.eviction, link, self._tell, shelf)
         self.nodes[node.id] = node
         return node
-
-    def _request(self, number: int, trace: TraceRequest, priority: str) -> SimRequest:
-        whole = trace.input_tokens // self._space.block_tokens
-        if trace.blocks:
-            keys = tuple([BlockKey(block.to_bytes(16, "big", signed=True)) for block in trace.blocks[:whole]])
-        else:
-            keys = _own_keys(number, 0, whole)
-        return SimRequest(RequestId(f"r{number}"), number, trace, trace.arrival, keys, priority)
 
     def _register(self) -> None:
         profile = self.setup.profile
@@ -220,7 +212,7 @@ class Simulation:
             return
         request.attempt += 1
         whole = (request.trace.input_tokens + request.output) // self._space.block_tokens
-        request.keys += _own_keys(request.number, len(request.keys), whole)
+        request.keys += own_keys(request.number, len(request.keys), whole)
         self._arrive(request)
 
     def _over(self, request: SimRequest) -> None:
@@ -290,13 +282,6 @@ class Simulation:
         if at == self._wake_at and self._open:
             self._wake_at = -1.0
             self._handle(Woke())
-
-
-def _own_keys(request: int, first: int, end: int) -> tuple[BlockKey, ...]:
-    """Keys that no other request has."""
-    return tuple(
-        [BlockKey(hashlib.blake2b(f"{request}:{at}".encode(), digest_size=16).digest()) for at in range(first, end)]
-    )
 
 
 def _draw_classes(setup: Setup, count: int) -> list[str]:

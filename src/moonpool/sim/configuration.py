@@ -10,6 +10,7 @@ import msgspec
 from moonpool.core.conductor import ConductorConfig
 from moonpool.errors import ConfigError
 from moonpool.sim.cluster import Setup
+from moonpool.sim.coupled_cluster import CoupledSetup
 from moonpool.sim.profile import Profile, load_profile
 
 MOST_INSTANCES = 4096
@@ -20,7 +21,7 @@ _NOT_KEYS = {"profile", "conductor", "seed", "slo", "prefill_cost", "decode_cost
 
 class Configuration(msgspec.Struct, frozen=True):
     name: str
-    setup: Setup
+    setup: Setup | CoupledSetup
 
 
 def read_configuration(file: Path, base: Setup, hardware: Callable[[str], Profile] = load_profile) -> Configuration:

@@ -7,7 +7,6 @@ first step that ends after such an event.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -34,35 +33,16 @@ from moonpool.sim.clock import Clock
 from moonpool.sim.node import SimNode
 from moonpool.sim.profile import Profile
 from moonpool.sim.request import Run, SimRequest
+from moonpool.sim.steps import Steps
 
 
 @dataclass(slots=True)
-class _Run:
+class _Run(Steps):
     """Steps under way."""
 
     requests: list[SimRequest]
     context: int
-    began: float
-    first: float
-    growth: float
     steps: int
-
-    def end_of(self, steps: int) -> float:
-        return self.began + steps * self.first + self.growth * (steps * (steps - 1) / 2)
-
-    def steps_until(self, now: float) -> int:
-        """The fewest steps whose end is not before `now`, at least one."""
-        if self.growth <= 0.0:
-            return max(math.ceil((now - self.began) / self.first), 1)
-        # n·first + growth·n(n-1)/2 >= elapsed, solved for n; then corrected by what rounding may have taken.
-        half = self.first - self.growth / 2
-        n = math.ceil((-half + math.sqrt(half * half + 2 * self.growth * (now - self.began))) / self.growth)
-        n = max(n, 1)
-        while self.end_of(n) < now:
-            n += 1
-        while n > 1 and self.end_of(n - 1) >= now:
-            n -= 1
-        return n
 
 
 class SimDecode:
@@ -161,7 +141,7 @@ class SimDecode:
         ends = min([r.output_tokens - r.output for r in requests])
         steps = min(ends, self._instance.steps_ahead)
         growth = costs.per_context_token * len(requests)
-        run = self._run = _Run(requests, context, self._clock.now, first, growth, steps)
+        run = self._run = _Run(self._clock.now, first, growth, requests, context, steps)
         self._clock.at(run.end_of(steps), self._ended, run, steps)
 
     def _cut(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -53,6 +54,16 @@ class SimRequest:
 
     def __post_init__(self) -> None:
         self.output_tokens = max(self.trace.output_tokens, 1)
+
+    @classmethod
+    def of(cls, number: int, trace: TraceRequest, block_tokens: int, priority: str = "") -> SimRequest:
+        """The `number`th of the trace, with a key for each of its prompt's whole blocks."""
+        whole = trace.input_tokens // block_tokens
+        if trace.blocks:
+            keys = tuple([BlockKey(block.to_bytes(16, "big", signed=True)) for block in trace.blocks[:whole]])
+        else:
+            keys = own_keys(number, 0, whole)
+        return cls(RequestId(f"r{number}"), number, trace, trace.arrival, keys, priority)
 
     @property
     def is_over(self) -> bool:
@@ -109,3 +120,10 @@ class SimRequest:
             refusal="" if self.refused is None else self.refused.value,
             priority=self.priority,
         )
+
+
+def own_keys(request: int, first: int, end: int) -> tuple[BlockKey, ...]:
+    """Keys that no other request has."""
+    return tuple(
+        [BlockKey(hashlib.blake2b(f"{request}:{at}".encode(), digest_size=16).digest()) for at in range(first, end)]
+    )

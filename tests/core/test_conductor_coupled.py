@@ -1,0 +1,86 @@
+"""Coupled instances in the Conductor: one instance serves a request from its first step to its last, without a room."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from tests.core.conductor_scene import arrival, gateway, node, worker
+from tests.core.test_conductor import Desk, finished, lost, stored
+
+from moonpool.core import actions as act
+from moonpool.core import events as ev
+from moonpool.core.conductor import ConductorConfig
+from moonpool.core.placement import PLACEMENT_POLICIES, PlacementPolicy
+from moonpool.core.vocabulary import PartId, PartKind
+
+C = PartKind.COUPLED
+C0, C1 = PartId("coupled-0"), PartId("coupled-1")
+
+
+def desk(count: int, policy: PlacementPolicy = "algorithm-1") -> Desk:
+    made = Desk(ConductorConfig(placement=policy))
+    made.tell(gateway())
+    made.tell(node(0))
+    made.tell(stored(0, 0, ()))
+    for i in range(count):
+        made.tell(worker(C, i, on=0))
+    return made
+
+
+def placed(d: Desk, name: str) -> act.Place:
+    (place,) = d.tell(arrival(name))
+    assert isinstance(place, act.Place), "no room has to be reserved first"
+    return place
+
+
+@pytest.mark.parametrize("policy", PLACEMENT_POLICIES)
+def test_who_prefills_a_request_decodes_it_and_load_is_spread(policy: PlacementPolicy) -> None:
+    d = desk(2, policy)
+    places = [placed(d, f"r{n}") for n in range(8)]
+    assert all(place.prefill == place.decode for place in places)
+    assert all(place.lacking == () for place in places)
+    if policy != "random":
+        assert Counter(place.prefill.id for place in places) == {C0: 4, C1: 4}
+
+
+def test_it_leaves_every_table_at_its_end() -> None:
+    d = desk(1)
+    place = placed(d, "a")
+    assert d.part(C0).assigned == 1
+    assert d.part(C0).queue_seconds > 0
+    d.decode(place)
+    assert d.phase() == {"decoding": 1}
+    assert d.part(C0).queue_seconds == 0
+    (expect,) = d.tell(finished(place))
+    assert isinstance(expect, act.ExpectEnd)
+    assert d.part(C0).assigned == d.part(C0).committed_pages == 0
+
+
+def test_a_first_token_that_is_the_last_ends_it() -> None:
+    d = desk(1)
+    place = placed(d, "a")
+    d.tell(ev.PrefillDone(place.request, 1, C0, 40, 0, 0.0, 0.1))
+    d.tell(finished(place, tokens=1))
+    assert d.phase() == {}
+
+
+def test_a_lost_one_is_replaced_by_the_other_and_a_cancel_is_sent_once() -> None:
+    d = desk(2)
+    place = placed(d, "a")
+    gone, other = (C0, C1) if place.prefill.id == C0 else (C1, C0)
+    again = d.tell(lost(gone))
+    assert any(isinstance(action, act.Resubmit) for action in again)
+    (second,) = [a for a in d.tell(arrival("a", attempt=2)) if isinstance(a, act.Place)]
+    assert second.prefill.id == second.decode.id == other
+    cancelled = d.tell(ev.RequestCancelled(second.request, "gone"))
+    assert [a.to.id for a in cancelled if isinstance(a, act.Cancel)] == [other]
+
+
+def test_separate_instances_come_first_where_there_are_both() -> None:
+    d = desk(1)
+    d.tell(worker(PartKind.PREFILL, 0, on=0))
+    assert placed(d, "a").prefill.id == C0, "nobody else decodes"
+    d.tell(worker(PartKind.DECODE, 0, on=0))
+    place = d.place(arrival("b"))
+    assert (place.prefill.id, place.decode.id) == (PartId("prefill-0"), PartId("decode-0"))
