@@ -34,7 +34,7 @@ def running_pool(folder: Path, dram_bytes: int, *options: str) -> Iterator[Pool]
     run_dir = folder / "run"
     run_dir.mkdir(mode=0o700, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        _start(stack, folder, ["conductor", "--control-port", str(control)], "conductor at ")
+        _start(stack, folder, ["conductor", "--control-port", str(control), "--journal", "off"], "conductor at ")
         size = f"{dram_bytes >> 20}MiB"
         node = ["node", "--conductor", f"127.0.0.1:{control}", "--id", NODE, "--data-port", str(data)]
         node += ["--run-dir", str(run_dir), "--dram-per-node", size, "--client-quota", size, *options]
