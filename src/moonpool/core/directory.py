@@ -119,12 +119,15 @@ class Directory:
         if not tiers:
             return []
         dram, ssd = tiers[Tier.DRAM].shards, tiers[Tier.SSD].shards
-        alive, blocks, shards = self._live, 0, SHARDS
+        alive, blocks, shards, has_ssd = self._live, 0, SHARDS, self._has_ssd
         ended: list[tuple[int, int]] = []
         """Holders whose runs are so many blocks long, the shortest first."""
         for key in chain.keys:
             shard = hash(key) % shards
-            still = alive & (dram[shard].get(key, 0) | ssd[shard].get(key, 0))
+            holders = dram[shard].get(key, 0)
+            if has_ssd:
+                holders |= ssd[shard].get(key, 0)
+            still = alive & holders
             if still != alive:
                 if blocks:
                     ended.append((alive & ~still, blocks))
