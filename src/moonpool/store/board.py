@@ -13,6 +13,7 @@ import mmap
 import os
 import platform
 import struct
+from functools import lru_cache
 from typing import Final
 
 import xxhash
@@ -51,7 +52,6 @@ class Board:
             # A kernel before 5.1.
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
         self._at: dict[tuple[KeySpaceId, BlockKey], int] = {}
-        self._tags: dict[KeySpaceId, int] = {}
 
     def show(self, space: KeySpaceId, key: BlockKey, offset: int, nbytes: int) -> None:
         """The block is readable, and lies there."""
@@ -60,11 +60,8 @@ class Board:
         first = _bucket(low, self.entries)
         for at in range(first, first + WAYS * _WORDS, _WORDS):
             if not words[at + _BYTES]:
-                tag = self._tags.get(space)
-                if tag is None:
-                    tag = self._tags[space] = space_tag(space)
                 words[at] += 1
-                words[at + _SPACE], words[at + _KEY], words[at + _KEY_END] = tag, low, high
+                words[at + _SPACE], words[at + _KEY], words[at + _KEY_END] = space_tag(space), low, high
                 words[at + _OFFSET], words[at + _BYTES] = offset, nbytes
                 words[at] += 1
                 self._at[space, key] = at
@@ -133,6 +130,7 @@ class BoardView:
         return self._words[seen.at] == seen.version
 
 
+@lru_cache(1024)
 def space_tag(space: KeySpaceId) -> int:
     return xxhash.xxh3_64_intdigest(space.encode())
 

@@ -24,7 +24,6 @@ class Sights:
         self._board = board
         self._caller = caller
         self._lock = threading.Lock()
-        self._tags: dict[KeySpaceId, int] = {}
         self._space: KeySpaceId | None = None
         self._used: list[BlockKey] = []
         self._reported = 0.0
@@ -32,14 +31,14 @@ class Sights:
     def holds_all(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> bool:
         if not self._caller.is_quiet():
             return False
-        tag = self._tag(space)
+        tag = space_tag(space)
         return all(self._board.find(tag, key) is not None for key in keys)
 
     def find(self, space: KeySpace, keys: Sequence[BlockKey]) -> list[Sighting] | None:
         """Where they are; None unless all are on the board, and the node is there (else its client is to hear so)."""
         if not self._caller.is_quiet():
             return None
-        tag = self._tag(space.id)
+        tag = space_tag(space.id)
         found = []
         for key in keys:
             seen = self._board.find(tag, key)
@@ -77,9 +76,3 @@ class Sights:
         used, self._used = self._used, []
         self._reported = time.monotonic()
         return Touch(self._space, packed(used))
-
-    def _tag(self, space: KeySpaceId) -> int:
-        tag = self._tags.get(space)
-        if tag is None:
-            tag = self._tags[space] = space_tag(space)
-        return tag
