@@ -244,6 +244,9 @@ def simulate(
     ] = None,
     as_json: AsJson = False,
     jobs: Annotated[int, typer.Option(min=0, max=64, help="Processes; 0: as many as cores.")] = 0,
+    pipeline: Annotated[
+        int, typer.Option(min=1, max=64, help="So many prefill machines form one instance and share the layers.")
+    ] = 1,
     coupled: Annotated[int, typer.Option(min=0, max=4096, help="Compare with so many coupled workers.")] = 0,
     coupled_mode: Annotated[
         str, typer.Option(help="How they mix: prefill-first, one-at-a-time, chunked; with commas between.")
@@ -275,6 +278,7 @@ def simulate(
         jobs=jobs,
         classes=classes,
         mix=mix,
+        pipeline=pipeline,
         coupled=coupled,
         coupled_mode=coupled_mode,
         chunk=chunk,

@@ -14,6 +14,7 @@ from moonpool.core.prefill import (
     Load,
     Loaded,
     Ordered,
+    Passed,
     PrefillAction,
     PrefillEvent,
     PrefillInstance,
@@ -129,6 +130,30 @@ def test_one_that_has_not_begun_and_cannot_be_in_time_is_given_up() -> None:
     assert [c.request for a in actions if isinstance(a, Step) for c in a.chunks] == [rid(3), rid(4)]
 
 
+def test_chunks_of_one_prompt_follow_each_other_through_a_pipeline() -> None:
+    p = instance()
+    p.handle(Ordered(rid(1), 1, 17), 0.0)
+    assert chunks(p.handle(Loaded(rid(1), 1, 0), 0.0)) == [(rid(1), 0, 6)]
+    assert chunks(p.handle(Passed(), 1.0)) == [(rid(1), 6, 6)], "the first is still under way in the second machine"
+    assert p.handle(StepDone(), 1.5) == (), "the first machine is not free before it says so"
+    assert chunks(p.handle(Passed(), 2.0)) == [(rid(1), 12, 5)]
+    assert p.handle(Passed(), 3.0) == ()
+    assert p.handle(StepDone(), 3.0) == (), "its last chunk is still in flight"
+    assert p.handle(StepDone(), 4.0) == (Drain(rid(1), 1),)
+
+
+def test_a_dropped_prompt_begins_no_further_chunk_and_keeps_its_pages_until_all_in_flight_are_done() -> None:
+    p = instance()
+    p.handle(Ordered(rid(1), 1, 24), 0.0)
+    p.handle(Loaded(rid(1), 1, 0), 0.0)
+    p.handle(Passed(), 1.0)
+    assert p.handle(Dropped(rid(1), 1), 1.0) == ()
+    assert p.handle(Passed(), 2.0) == ()
+    assert p.handle(StepDone(), 2.0) == ()
+    assert p.pool.used == 6
+    assert p.handle(StepDone(), 3.0) == (Drain(rid(1), 1),)
+
+
 def chunks(actions: tuple[PrefillAction, ...]) -> list[tuple[RequestId, int, int]]:
     return [(c.request, c.start, c.count) for a in actions if isinstance(a, Step) for c in a.chunks]
 
@@ -147,7 +172,8 @@ class PrefillMachine(RuleBasedStateMachine):
         self.pages: dict[RequestId, tuple[int, ...]] = {}
         self.tokens: dict[RequestId, int] = {}
         self.computed: dict[RequestId, int] = {}
-        self.step: Step | None = None
+        self.steps: list[Step] = []
+        self.is_entered = False
         self.open: set[RequestId] = set()
 
     def feed(self, event: PrefillEvent) -> None:
@@ -163,13 +189,14 @@ class PrefillMachine(RuleBasedStateMachine):
                 self.pages[request] = pages
                 self.loading.append((request, attempt))
             case Step(chunks):
-                assert self.step is None
+                assert not self.is_entered
                 assert sum(c.count for c in chunks) <= 6
                 for c in chunks:
                     assert c.start == self.computed[c.request], "tokens computed twice or skipped"
                     self.computed[c.request] += c.count
                     assert c.last == (self.computed[c.request] == self.tokens[c.request])
-                self.step = action
+                self.steps.append(action)
+                self.is_entered = True
             case Drain(request, attempt):
                 self.draining.append((request, attempt))
             case GiveUp(request, _, _):
@@ -204,10 +231,18 @@ class PrefillMachine(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
-    @precondition(lambda self: self.step)
+    @precondition(lambda self: self.is_entered)
+    @rule()
+    def enter_next(self) -> None:
+        """The instance is a pipeline: as many steps are in flight as it has machines, or fewer."""
+        self.is_entered = False
+        self.feed(Passed())
+
+    @precondition(lambda self: self.steps)
     @rule(failed=st.booleans())
     def end_step(self, failed: bool) -> None:
-        self.step = None
+        self.steps.pop(0)
+        self.is_entered &= bool(self.steps)
         self.feed(StepDone(failed))
 
     @precondition(lambda self: self.draining)
@@ -236,7 +271,7 @@ class PrefillMachine(RuleBasedStateMachine):
         for _ in range(1000):
             if self.loading:
                 self.feed(Loaded(*self.loading.pop(), 0))
-            elif self.step is not None:
+            elif self.steps:
                 self.end_step(False)
             elif self.draining:
                 request, attempt = self.draining.pop()

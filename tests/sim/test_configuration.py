@@ -39,6 +39,8 @@ def test_what_the_file_lacks_is_as_given(tmp_path: Path) -> None:
     [
         ("placment: random", r"unknown key `placment`; the keys are name, hardware, ttft, tbt, prefill"),
         ("placement: best", r"mine.yaml: .*'best'"),
+        ("prefill: 6\npipeline: 4", r"`pipeline` is 4; it must divide the 6 prefill machines"),
+        ("pipeline: 0", r"`pipeline` is 0; it must divide"),
         ("prefill: 0", r"`prefill` is 0; give a number from 1 to 4096"),
         ("threshold: 0.5", r"threshold is 0.5; the least is 1"),
         ("prefill: many", r"Expected `int`, got `str`.*prefill"),

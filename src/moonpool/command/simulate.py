@@ -31,7 +31,7 @@ from moonpool.report.html import Page, page
 from moonpool.report.rows import Column, Difference, differences
 from moonpool.report.run import Run
 from moonpool.sim.cluster import Setup
-from moonpool.sim.configuration import Configuration, read_configuration
+from moonpool.sim.configuration import Configuration, check_pipeline, read_configuration
 from moonpool.sim.coupled_cluster import ROUTINGS, CoupledSetup
 
 QUEUE_BOUND = 1 << 20
@@ -63,6 +63,7 @@ class Wanted(msgspec.Struct, frozen=True):
     """A YAML file."""
     mix: str | None = None
     """`high=0.3,low=0.7`."""
+    pipeline: int = 1
     coupled: int = 0
     coupled_mode: str = "chunked"
     chunk: str = "512"
@@ -166,11 +167,12 @@ def _configurations(wanted: Wanted) -> tuple[Configuration, ...]:
                 queue_bound=QUEUE_BOUND,
                 classes=classes,
             )
-            setup = Setup(profile, wanted.prefill, wanted.decode, config, mix=mix)
+            setup = Setup(profile, wanted.prefill, wanted.decode, config, mix=mix, pipeline=wanted.pipeline)
             found[f"{placement} {admission}"] = setup
-    if not wanted.files:
-        return tuple(Configuration(name, setup) for name, setup in found.items())
     base = next(iter(found.values()))
+    if not wanted.files:
+        check_pipeline(base, "--pipeline")
+        return tuple(Configuration(name, setup) for name, setup in found.items())
     read = tuple(read_configuration(file, base, hardware_profile) for file in wanted.files)
     names = [each.name for each in read]
     for name in names:
@@ -240,7 +242,10 @@ def _facts(wanted: Wanted, count: int, seeds: Sequence[int]) -> list[str]:
     ]
     if not wanted.compare:
         coupled = f", or {wanted.coupled} coupled ones" if wanted.coupled else ""
-        facts.append(f"{wanted.prefill} prefill and {wanted.decode} decode instances{coupled}, {wanted.hardware}")
+        groups = f" in pipelines of {wanted.pipeline}" if wanted.pipeline > 1 else ""
+        facts.append(
+            f"{wanted.prefill} prefill{groups} and {wanted.decode} decode instances{coupled}, {wanted.hardware}"
+        )
     if len(seeds) > 1 and not workload.jitter:
         facts.append("all seeds have the same arrivals: --jitter SECONDS draws them")
     return facts

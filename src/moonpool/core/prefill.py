@@ -14,12 +14,18 @@ order before them computes load when that one is gone, and hold no pages before;
 no longer than those live, so nothing waits in a ring or for ever. Layer-wise stores keep a page busy after its last
 step: only `KvStored` frees it (PAPER §3). One that has not begun and cannot have its first token in time any more is
 given up.
+
+An instance may be a pipeline group: its machines hold some layers each, and steps follow one another through them
+(PAPER §3). The next one begins as soon as the first machine has `Passed` the last one on; chunks of one prompt are so
+under way in several machines at once, each behind the one that it attends to. Steps are done in the order in which
+they began. To the Conductor a group is one instance like any other, with costs of its own.
 """
 
 from __future__ import annotations
 
 import enum
 import heapq
+from collections import deque
 from dataclasses import dataclass, field
 
 from msgspec import Struct
@@ -53,8 +59,15 @@ class Loaded(Struct, frozen=True):
     blocks: int
 
 
+class Passed(Struct, frozen=True):
+    """The first machine of a pipeline group has computed its layers of the step that began last."""
+
+
 class StepDone(Struct, frozen=True):
-    """The step in flight has ended. `failed`: nothing of it counts and its orders are dropped."""
+    """The step that began first of those in flight has ended.
+
+    `failed`: nothing of it counts and its orders are dropped.
+    """
 
     failed: bool = False
 
@@ -119,7 +132,7 @@ class GiveUp(Struct, frozen=True):
     reason: str
 
 
-PrefillEvent = Ordered | Loaded | StepDone | KvStored | Dropped
+PrefillEvent = Ordered | Loaded | Passed | StepDone | KvStored | Dropped
 PrefillAction = Load | Step | Drain | Refuse | GiveUp
 
 
@@ -143,6 +156,8 @@ class _Order:
     came: float = 0.0
     begun: bool = False
     """A chunk of it has been computed, or is."""
+    flying: int = 0
+    """Steps in flight with a chunk of it."""
     per_token: float = 0.0
     """Predicted seconds of each token to compute."""
 
@@ -160,7 +175,10 @@ class PrefillInstance:
         self._chunk_tokens = chunk_tokens
         self._queue_bound = queue_bound
         self._orders: dict[_Id, _Order] = {}
-        self._stepping: tuple[_Order, ...] = ()
+        self._flying: deque[tuple[_Order, ...]] = deque()
+        """The orders of each step in flight, in the order in which they began."""
+        self._is_entered = False
+        """The last of them has not left the first machine, which is all there is where there is no pipeline."""
         self._line: Line[_Order] = Line()
         self._turns: dict[_Id, Turn[_Order]] = {}
         """Of the orders in line: all but those that drain."""
@@ -183,6 +201,8 @@ class PrefillInstance:
                 self._take(event, actions, now)
             case Loaded():
                 self._loaded(event, actions)
+            case Passed():
+                self._is_entered = False
             case StepDone():
                 self._step_done(event, actions)
             case KvStored(request, attempt):
@@ -260,7 +280,7 @@ class PrefillInstance:
         order.per_token = turn.seconds / (order.tokens - order.computed)
 
     def _start_step(self, actions: list[PrefillAction]) -> None:
-        if self._stepping:
+        if self._is_entered:
             return
         room = self._chunk_tokens
         chunks: list[Chunk] = []
@@ -268,7 +288,7 @@ class PrefillInstance:
         for order in self._line:
             if room == 0:
                 break
-            if order.state is not _State.READY:
+            if order.state is not _State.READY or order.computed == order.tokens or order.dropped:
                 continue
             count = min(room, order.tokens - order.computed)
             last = order.computed + count == order.tokens
@@ -276,19 +296,25 @@ class PrefillInstance:
             orders.append(order)
             room -= count
         if chunks:
-            self._stepping = tuple(orders)
+            self._flying.append(tuple(orders))
+            self._is_entered = True
             for order, chunk in zip(orders, chunks, strict=True):
                 order.computed += chunk.count
                 order.begun = True
+                order.flying += 1
             actions.append(Step(tuple(chunks)))
 
     def _step_done(self, event: StepDone, actions: list[PrefillAction]) -> None:
-        orders, self._stepping = self._stepping, ()
+        orders = self._flying.popleft() if self._flying else ()
+        if not self._flying:
+            self._is_entered = False
         for order in orders:
+            order.flying -= 1
             if event.failed:
                 order.dropped = True
             if order.dropped or order.computed == order.tokens:
-                self._drain(order, actions)
+                if not order.flying:
+                    self._drain(order, actions)
             else:
                 left = order.per_token * (order.tokens - order.computed)
                 self._line.work(self._turns[(order.request, order.attempt)], left)
@@ -301,7 +327,7 @@ class PrefillInstance:
             self._without_pages -= 1
             self._leave_line(order)
             del self._orders[(order.request, order.attempt)]
-        elif order.state is not _State.DRAINING and order not in self._stepping:
+        elif order.state is not _State.DRAINING and not order.flying:
             self._drain(order, actions)
 
     def _drain(self, order: _Order, actions: list[PrefillAction]) -> None:
@@ -330,4 +356,7 @@ class PrefillInstance:
         for order in self._orders.values():
             assert 0 <= order.computed <= order.tokens
             assert bool(order.pages) == (order.state is not _State.QUEUED)
-        assert all(self._orders.get((o.request, o.attempt)) is o for o in self._stepping)
+        flying = [order for step in self._flying for order in step]
+        assert all(self._orders.get((o.request, o.attempt)) is o for o in flying)
+        assert all(order.flying == flying.count(order) for order in self._orders.values())
+        assert self._flying or not self._is_entered

@@ -64,11 +64,11 @@ class Link:
 
 
 def transfer(source: Link, sink: Link, nbytes: int, now: float) -> float:
-    """Books both links; the time at which the last byte has arrived."""
-    seconds = nbytes / min(source.bytes_per_second, sink.bytes_per_second)
-    end = max(now, source.free_at, sink.free_at) + seconds
+    """Books both links, each for its own time; the time at which the last byte has arrived."""
+    begin = max(now, source.free_at, sink.free_at)
     for link in (source, sink):
-        link.free_at = end
+        seconds = nbytes / link.bytes_per_second
+        link.free_at = begin + seconds
         link.busy_seconds += seconds
         link.moved_bytes += nbytes
-    return end + max(source.latency, sink.latency)
+    return max(source.free_at, sink.free_at) + max(source.latency, sink.latency)

@@ -39,6 +39,7 @@ from moonpool.core.vocabulary import (
 from moonpool.sim.clock import Clock, Link
 from moonpool.sim.decode import SimDecode
 from moonpool.sim.node import SimNode
+from moonpool.sim.pipeline import of_group
 from moonpool.sim.prefill import Order, SimPrefill
 from moonpool.sim.profile import Profile
 from moonpool.sim.request import SimRequest, own_keys
@@ -56,10 +57,11 @@ CLASS_DRAWS = 1
 
 
 class Setup(Struct, frozen=True, tag=True):
-    """What is simulated. Each instance stands on a machine of its own, whose DRAM is part of the pool."""
+    """What is simulated. All machines' DRAM is part of the pool."""
 
     profile: Profile
     prefill: int = 8
+    """Machines; each is an instance unless they form pipelines."""
     decode: int = 8
     conductor: ConductorConfig = ConductorConfig()
     """Its costs and its heartbeat limit are replaced by the profile's."""
@@ -68,20 +70,24 @@ class Setup(Struct, frozen=True, tag=True):
     deadline: float = DEADLINE_SECONDS
     mix: tuple[tuple[str, float], ...] = ()
     """Priority classes that requests ask for, and the share of each; the seed draws which."""
+    pipeline: int = 1
+    """So many prefill machines form one instance (`pipeline.py`)."""
 
 
 class Simulation:
     """`run` once."""
 
     def __init__(self, setup: Setup, trace: Sequence[TraceRequest]) -> None:
-        """`trace`: in order of arrival, times from 0."""
+        """`trace`: in order of arrival, times from 0. Raises ValueError for machines that form no whole pipelines."""
+        if setup.pipeline < 1 or setup.prefill % setup.pipeline:
+            raise ValueError(f"{setup.prefill} prefill machines form no pipelines of {setup.pipeline}")
         self.setup = setup
         profile = setup.profile
         self.clock = Clock()
         self._space = KeySpace(KeySpaceId("51"), profile.block_tokens, 1, profile.block_bytes)
         config = msgspec.structs.replace(
             setup.conductor,
-            prefill_cost=profile.prefill,
+            prefill_cost=of_group(profile, setup.pipeline).prefill,
             decode_cost=profile.decode,
             transfer_cost=TransferCost(
                 profile.link_latency, profile.link_bytes_per_second, profile.ssd_read_bytes_per_second
@@ -93,12 +99,20 @@ class Simulation:
         self.nodes: dict[PartId, SimNode] = {}
         self.prefill: dict[PartId, SimPrefill] = {}
         self.decode: dict[PartId, SimDecode] = {}
-        for number in range(setup.prefill):
+        for number in range(setup.prefill // setup.pipeline):
             id_ = PartId(f"prefill-{number}")
-            node = self._node(f"node-p{number}")
-            bound = config.queue_bound
+            node = self._node(f"node-p{number}", setup.pipeline)
             self.prefill[id_] = SimPrefill(
-                id_, node, profile, self.clock, self.nodes, bound, self._tell, self._hand_over, self._finished_early
+                id_,
+                node,
+                profile,
+                self.clock,
+                self.nodes,
+                config.queue_bound,
+                self._tell,
+                self._hand_over,
+                self._finished_early,
+                setup.pipeline,
             )
         for number in range(setup.decode):
             id_ = PartId(f"decode-{number}")
@@ -145,8 +159,8 @@ class Simulation:
 
     # Building
 
-    def _node(self, name: str) -> SimNode:
-        profile = self.setup.profile
+    def _node(self, name: str, machines: int = 1) -> SimNode:
+        profile = of_group(self.setup.profile, machines)
         link = Link(profile.link_bytes_per_second, profile.link_latency)
         dram = profile.dram_tokens * profile.kv_bytes_per_token
         shelf = None

@@ -71,7 +71,18 @@ def _changed(base: Setup, given: dict[str, object], file: Path) -> Setup:
     for what, count in (("prefill", changed.prefill), ("decode", changed.decode)):
         if not 1 <= count <= MOST_INSTANCES:
             raise ConfigError(f"{file}: `{what}` is {count}; give a number from 1 to {MOST_INSTANCES}")
+    check_pipeline(changed, f"{file}: `pipeline`")
     return changed
+
+
+def check_pipeline(setup: Setup, where: str) -> None:
+    """Raises ConfigError for machines that form no whole pipelines."""
+    pipeline, layers = setup.pipeline, setup.profile.layers
+    if not 1 <= pipeline <= layers or setup.prefill % pipeline:
+        raise ConfigError(
+            f"{where} is {pipeline}; it must divide the {setup.prefill} prefill machines and be at most {layers}, the "
+            f"layers of {setup.profile.name}"
+        )
 
 
 def _setup_fields() -> tuple[str, ...]:

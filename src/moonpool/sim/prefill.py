@@ -18,6 +18,7 @@ from moonpool.core.prefill import (
     Load,
     Loaded,
     Ordered,
+    Passed,
     PrefillEvent,
     PrefillInstance,
     Refuse,
@@ -27,6 +28,7 @@ from moonpool.core.prefill import (
 from moonpool.core.vocabulary import PartId, RequestId
 from moonpool.sim.clock import Clock, transfer
 from moonpool.sim.node import SimNode
+from moonpool.sim.pipeline import Stages, of_group
 from moonpool.sim.profile import Profile
 from moonpool.sim.request import SimRequest
 
@@ -66,15 +68,19 @@ class SimPrefill:
         tell: Callable[[Event], None],
         hand_over: Callable[[Order, float], None],
         on_finished: Callable[[Order, PartId], None],
+        machines: int = 1,
     ) -> None:
-        """`hand_over(order, when its KV is all there)`: the prompt is computed and its first token is out.
+        """`profile`: of each of its machines, which form a pipeline where there are several.
+
+        `hand_over(order, when its KV is all there)`: the prompt is computed and its first token is out.
 
         `on_finished(order, id)`: that token was the last one.
         """
         self.id = id_
         self.node = node
         self.busy_seconds = 0.0
-        self._profile = profile
+        self._stages = Stages(profile, machines) if machines > 1 else None
+        self._profile = profile = of_group(profile, machines)
         self._costs: PrefillCoefficients = profile.prefill
         self._clock = clock
         self._nodes = nodes
@@ -140,12 +146,16 @@ class SimPrefill:
             end = chunk.start + chunk.count
             seconds += costs.per_token * chunk.count + costs.per_token_squared * (end * end - chunk.start * chunk.start)
         self.busy_seconds += seconds
-        done = self._clock.now + seconds
         tokens = sum(chunk.count for chunk in chunks)
         for chunk in chunks:
             order = self._orders[chunk.request, chunk.attempt]
             order.compute_seconds += seconds * chunk.count / tokens
             self._stream(order, chunk)
+        if self._stages is None:
+            done = self._clock.now + seconds
+        else:
+            passed, done = self._stages.take(seconds, tokens, self._clock.now)
+            self._clock.at(passed, self._feed, Passed())
         self._clock.at(done, self._done, chunks)
 
     def _stream(self, order: Order, chunk: Chunk) -> None:
