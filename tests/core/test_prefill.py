@@ -99,6 +99,20 @@ def test_a_short_prompt_goes_between_the_chunks_of_a_long_one_that_can_afford_it
     assert chunks(p.handle(StepDone(), 24.0)) == [(rid(1), 20, 4), (rid(3), 0, 2)]
 
 
+def test_a_prompt_that_would_be_late_by_it_shares_no_step() -> None:
+    shared = [(rid(2), 0, 2), (rid(3), 0, 4)]
+    for left, step in ((None, shared), (9.0, shared), (8.9, [(rid(2), 0, 2)]), (1.9, shared)):
+        p = instance(pages=16)
+        p.handle(Ordered(rid(1), 1, 6, seconds=6.0), 0.0)
+        p.handle(Loaded(rid(1), 1, 0), 0.0)
+        p.handle(Ordered(rid(2), 1, 2, seconds=2.0, ttft_left=None if left is None else 6.0 + left), 0.0)
+        p.handle(Ordered(rid(3), 1, 40, seconds=40.0), 0.0)
+        for n in (2, 3):
+            p.handle(Loaded(rid(n), 1, 0), 0.0)
+        # Together they take 6 s, of which half is kept in hand; one that is late anyway keeps nobody.
+        assert chunks(p.handle(StepDone(), 6.0)) == step, left
+
+
 def test_a_sooner_rank_is_loaded_and_computed_first() -> None:
     p = instance(pages=4, bound=9)
     p.handle(Ordered(rid(1), 1, 16, rank=5, seconds=1.0), 0.0)

@@ -9,7 +9,8 @@ An order is in one of these states:
        +-> gone                          dropped before it had pages
 
 Orders get pages, and ready ones chunks of a step of up to `chunk_tokens`, in the order of their line (`line.py`): short
-prompts share a step, and go between the chunks of a long one that can afford it. Those that wait for blocks which an
+prompts share a step where that does not make one of them late, and go between the chunks of a long one that can afford
+it. Those that wait for blocks which an
 order before them computes load when that one is gone, and hold no pages before; they wait for earlier orders only, and
 no longer than those live, so nothing waits in a ring or for ever. Layer-wise stores keep a page busy after its last
 step: only `KvStored` frees it (PAPER §3). One that has not begun and cannot have its first token in time any more is
@@ -30,7 +31,7 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from moonpool.core.line import FOREVER, Line, Turn
+from moonpool.core.line import FOREVER, MARGIN, Line, Turn
 from moonpool.core.pages import PagePool, pages_for
 from moonpool.core.vocabulary import RequestId
 
@@ -211,7 +212,7 @@ class PrefillInstance:
                 self._drop(self._orders.get((request, attempt)), actions)
         self._give_up_late(actions, now)
         self._start_loads(actions)
-        self._start_step(actions)
+        self._start_step(actions, now)
         return tuple(actions)
 
     def _take(self, event: Ordered, actions: list[PrefillAction], now: float) -> None:
@@ -279,10 +280,12 @@ class PrefillInstance:
         turn = self._turns[(event.request, event.attempt)]
         order.per_token = turn.seconds / (order.tokens - order.computed)
 
-    def _start_step(self, actions: list[PrefillAction]) -> None:
+    def _start_step(self, actions: list[PrefillAction], now: float) -> None:
+        """A prompt that ends in the step has its first token when all of the step is computed: the others in it are so
+        few that this is in time."""
         if self._is_entered:
             return
-        room = self._chunk_tokens
+        room, seconds, spare = self._chunk_tokens, 0.0, FOREVER
         chunks: list[Chunk] = []
         orders: list[_Order] = []
         for order in self._line:
@@ -291,7 +294,12 @@ class PrefillInstance:
             if order.state is not _State.READY or order.computed == order.tokens or order.dropped:
                 continue
             count = min(room, order.tokens - order.computed)
+            seconds += order.per_token * count
+            if seconds > spare:
+                break
             last = order.computed + count == order.tokens
+            if last:
+                spare = min(spare, self._spare(order, seconds, now))
             chunks.append(Chunk(order.request, order.attempt, order.computed, count, last))
             orders.append(order)
             room -= count
@@ -303,6 +311,11 @@ class PrefillInstance:
                 order.begun = True
                 order.flying += 1
             actions.append(Step(tuple(chunks)))
+
+    def _spare(self, order: _Order, seconds: float, now: float) -> float:
+        """That a step may take which ends this prompt after so many; one that is late anyway does not keep others."""
+        left = self._turns[(order.request, order.attempt)].limit - now
+        return FOREVER if seconds > left else max(left / (1.0 + MARGIN), seconds)
 
     def _step_done(self, event: StepDone, actions: list[PrefillAction]) -> None:
         orders = self._flying.popleft() if self._flying else ()

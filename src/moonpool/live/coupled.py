@@ -242,8 +242,9 @@ class CoupledWorker:
         totals.steps += 1
         totals.mixed_steps += bool(prefilled and decoded)
         totals.step_seconds += seconds
+        tokens = sum(chunk.count for chunk in step.chunks)
         for job, chunk in zip(prefilled, step.chunks, strict=True):
-            job.compute_seconds += seconds
+            job.compute_seconds += seconds * chunk.count / tokens
             totals.computed_tokens += chunk.count
         self._emit((*prefilled, *decoded), draws)
         if not prefilled:

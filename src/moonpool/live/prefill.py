@@ -267,8 +267,9 @@ class PrefillWorker:
         seconds = time.monotonic() - began
         self._totals.steps += 1
         self._totals.step_seconds += seconds
+        tokens = sum(chunk.count for chunk in chunks)
         for chunk, job, draw in zip(chunks, jobs, draws, strict=True):
-            job.compute_seconds += seconds
+            job.compute_seconds += seconds * chunk.count / tokens
             self._totals.computed_tokens += chunk.count
             if draw is None or job.dropped:
                 continue
