@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.bench import core
-from moonpool.bench.decisions import measure
+from moonpool.bench.decisions import index, measure
 from moonpool.bench.traffic import LONGEST, repeated, sessions, write
 from moonpool.errors import MoonpoolError
 from moonpool.trace.read import TraceFile
@@ -38,6 +38,11 @@ def test_decisions_of_a_small_fleet_are_timed() -> None:
     assert (decided.requests, decided.refused) == (50, 0)
     assert decided.blocks > 0
     assert 0 < decided.lookup.mean < decided.decision.mean <= decided.decision.longest
+
+
+def test_finding_and_storing_prompts_is_timed() -> None:
+    indexed = index(islice(sessions(2.0), 50), 4)
+    assert 0 < indexed.find < indexed.find + indexed.store < 1e5
 
 
 def test_a_written_trace_is_simulated_in_a_process_of_its_own(tmp_path: Path) -> None:

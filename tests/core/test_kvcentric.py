@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,7 +12,7 @@ from msgspec import structs
 
 from moonpool.core.cost import PrefillCoefficients, PrefillCost, TransferCost
 from moonpool.core.kvcentric import NEAR
-from moonpool.core.placement import Choice, DecodeOption, PrefillOption, Source, View, Wanted, place
+from moonpool.core.placement import Choice, DecodeOption, PrefillOption, View, Wanted, place
 from moonpool.core.vocabulary import PartId, RequestId
 
 COST = PrefillCost(PrefillCoefficients(0.0, 0.01, 0.0))
@@ -30,12 +32,19 @@ def decode(index: int, tbt: float = 0.05, held: int = 0) -> DecodeOption:
     return DecodeOption(PartId(f"decode-{index}"), PartId(f"node-d{index}"), tbt, held)
 
 
+class Source(NamedTuple):
+    node: PartId
+    blocks: int
+    slow: int
+
+
 def source(name: str, blocks: int, slow: int = 0) -> Source:
     return Source(PartId(name), blocks, slow)
 
 
 def view(*options: PrefillOption, sources: tuple[Source, ...] = (), transfer: TransferCost = FAST) -> View:
-    return View(options, (decode(0), decode(1)), sources, transfer)
+    held, slow = {s.node: s.blocks for s in sources}, {s.node: s.slow for s in sources if s.slow}
+    return View(options, (decode(0), decode(1)), held, transfer, slow=slow)
 
 
 def choose(seen: View, wanted: Wanted = WANTED) -> Choice:

@@ -7,7 +7,7 @@ import pytest
 from msgspec import structs
 
 from moonpool.core.cost import PrefillCoefficients, PrefillCost, TransferCost
-from moonpool.core.placement import PLACEMENT_POLICIES, DecodeOption, PrefillOption, Source, View, Wanted, place
+from moonpool.core.placement import PLACEMENT_POLICIES, DecodeOption, PrefillOption, View, Wanted, place
 from moonpool.core.vocabulary import PartId
 
 COST = PrefillCost(PrefillCoefficients(0.0, 0.01, 0.0))
@@ -26,12 +26,12 @@ def decode(index: int, tbt: float = 0.05, held: int = 0) -> DecodeOption:
 
 def view(*options: PrefillOption, transfer: TransferCost = FAST, **more: tuple[int, float]) -> View:
     """Sources are those nodes that hold something, and `node_X=(blocks, seconds until its link is free)`."""
-    sources = [Source(p.node, p.resident_blocks) for p in options if p.resident_blocks]
+    sources = [(p.node, p.resident_blocks) for p in options if p.resident_blocks]
     given = {PartId(name.replace("_", "-")): pair for name, pair in more.items()}
-    sources += [Source(node, blocks) for node, (blocks, _) in given.items()]
-    sources.sort(key=lambda s: (-s.blocks, s.node))
+    sources += [(node, blocks) for node, (blocks, _) in given.items()]
+    sources.sort(key=lambda source: (-source[1], source[0]))
     waits = {node: wait for node, (_, wait) in given.items() if wait}
-    return View(options, (decode(0), decode(1)), tuple(sources), transfer, waits)
+    return View(options, (decode(0), decode(1)), dict(sources), transfer, waits)
 
 
 def choose(policy: str, seen: View, wanted: Wanted = WANTED, threshold: float = 2.0):  # type: ignore[no-untyped-def]

@@ -54,7 +54,7 @@ def test_a_node_too_large_for_one_message_is_announced_whole(
         assert not apply(directory, message)
     assert directory.counts(NODE) == {Tier.DRAM: 6, Tier.SSD: 13}
     assert directory.health(NODE) is IndexHealth.EXACT
-    assert directory.match(Chain(S, tuple(keys_of("b", 10)))) == [(NODE, 10)]
+    assert list(directory.match(Chain(S, tuple(keys_of("b", 10)))).items()) == [(NODE, 10)]
     directory.check_integrity()
 
 
@@ -73,4 +73,4 @@ def test_tiers_are_told_apart() -> None:
     while (message := told.next([], [])) is not None:
         apply(directory, message)
     assert directory.counts(NODE) == {Tier.DRAM: 0, Tier.SSD: 1}
-    assert directory.match(Chain(S, (block[1],))) == [(NODE, 1)]
+    assert list(directory.match(Chain(S, (block[1],))).items()) == [(NODE, 1)]

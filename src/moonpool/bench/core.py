@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moonpool.bench import dynamo
-from moonpool.bench.decisions import Decided, measure
+from moonpool.bench.decisions import Decided, Indexed, index, measure
 from moonpool.bench.dynamo import PeerFigures
 from moonpool.bench.peer import PeerMissingError
 from moonpool.bench.result import Bar, bar, print_result
@@ -96,7 +96,7 @@ def main() -> None:
         figures |= {"simulated": round(of_trace), "simulated_synthetic": round(of_synthetic)}
         decided = _decisions(trace, chosen.instances, table, bars)
         peer, lack = _peer(trace, chosen.peer, console)
-        _against_peer(peer, lack, of_trace, decided, table, bars)
+        _against_peer(peer, lack, of_trace, index(TraceFile(trace), dynamo.WORKERS), table, bars)
         if chosen.day:
             _day(Path(folder) / "day.jsonl", chosen.day, table, bars)
     console.print(table)
@@ -143,14 +143,17 @@ def _peer(trace: Path, wanted: bool, console: Console) -> tuple[PeerFigures | No
 
 
 def _against_peer(
-    peer: PeerFigures | None, lack: str, simulated_rate: float, decided: list[Decided], table: Table, bars: list[Bar]
+    peer: PeerFigures | None, lack: str, simulated_rate: float, indexed: Indexed, table: Table, bars: list[Bar]
 ) -> None:
+    table.add_row(
+        "the directory: find and store a prompt's blocks, mean (µs)", f"{indexed.find:.1f}, {indexed.store:.1f}"
+    )
     if peer is not None:
-        table.add_row("Dynamo: simulated requests a second", f"{peer.replayed:.0f}")
         table.add_row("Dynamo: RadixTree, find and store, mean (µs)", f"{peer.find_us:.0f}, {peer.store_us:.0f}")
+        table.add_row("Dynamo: simulated requests a second", f"{peer.replayed:.0f}")
     times = simulated_rate / peer.replayed if peer else None
     bars.append(bar("simulated requests a second, times Dynamo's", times, REPLAY_TIMES, reason=lack))
-    faster = peer.find_us / decided[0].lookup.mean if peer and decided else None
+    faster = peer.find_us / indexed.find if peer else None
     bars.append(bar("lookup, times faster than Dynamo's", faster, LOOKUP_TIMES, reason=lack))
 
 

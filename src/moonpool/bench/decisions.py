@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
@@ -90,6 +90,35 @@ def measure(instances: int, traffic: Iterator[TraceRequest], requests: int) -> D
     return Decided(instances, requests, fleet.refused, fleet.blocks, decision, lookup)
 
 
+class Indexed(NamedTuple):
+    """Microseconds, mean."""
+
+    find: float
+    store: float
+
+
+def index(traffic: Iterable[TraceRequest], workers: int) -> Indexed:
+    """A lookup of each prompt, and storing what the worker whose turn it is lacks: as `peer_dynamo.py` has it."""
+    directory, nodes = Directory(), [PartId(f"node-{number}") for number in range(workers)]
+    for node in nodes:
+        directory.join(node)
+        directory.replace(node, 0, ())
+    held: list[set[BlockKey]] = [set() for _ in nodes]
+    prompts = [_keys_of(trace) for trace in traffic]
+    clock, finding, storing = time.perf_counter, 0.0, 0.0
+    for number, keys in enumerate(prompts):
+        chain, worker = Chain(SPACE.id, keys), number % workers
+        began = clock()
+        directory.match(chain)
+        finding += clock() - began
+        first = next((at for at, key in enumerate(keys) if key not in held[worker]), len(keys))
+        held[worker].update(keys)
+        began = clock()
+        directory.stored(nodes[worker], number // workers + 1, SPACE.id, Tier.DRAM, keys[first:])
+        storing += clock() - began
+    return Indexed(finding / len(prompts) * 1e6, storing / len(prompts) * 1e6)
+
+
 class _Placed(NamedTuple):
     place: act.Place
     keys: tuple[BlockKey, ...]
@@ -141,8 +170,7 @@ class _Fleet:
         self._number += 1
         self._now += 1 / (ARRIVALS_A_SECOND * self.half)
         id_, tokens = RequestId(f"r{self._number}"), trace.input_tokens
-        keys = tuple([BlockKey(block.to_bytes(16, "big", signed=True)) for block in trace.blocks or ()])
-        chain = Chain(SPACE.id, keys[: tokens // BLOCK_TOKENS])
+        chain = Chain(SPACE.id, _keys_of(trace)[: tokens // BLOCK_TOKENS])
         arrived = ev.RequestArrived(id_, 1, GATEWAY, MODEL, tokens, 0, 2048, (chain,), 600.0)
         clock = time.perf_counter
         began = clock()
@@ -199,6 +227,10 @@ class _Fleet:
             self._seq[node] += 1
             self._tell(ev.BlocksRemoved(node, LIFE, self._seq[node], SPACE.id, Tier.DRAM, gone))
             self._directory.removed(node, self._seq[node], SPACE.id, Tier.DRAM, gone)
+
+
+def _keys_of(trace: TraceRequest) -> tuple[BlockKey, ...]:
+    return tuple([BlockKey(block.to_bytes(16, "big", signed=True)) for block in trace.blocks or ()])
 
 
 def _timing(seconds: list[float]) -> Timing:

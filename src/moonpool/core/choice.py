@@ -47,15 +47,6 @@ class DecodeOption(Struct, frozen=True, gc=False):
     """Placed there and not over."""
 
 
-class Source(Struct, frozen=True, gc=False):
-    """A node that holds a leading run of the prompt's blocks, readable now."""
-
-    node: PartId
-    blocks: int
-    slow_blocks: int = 0
-    """So many of them, the last, are on SSD only."""
-
-
 class Wanted(Struct, frozen=True):
     tokens: int
     block_tokens: int
@@ -69,14 +60,17 @@ class Wanted(Struct, frozen=True):
 
 
 class View(Struct, frozen=True):
-    """Neither sequence of options is empty; `sources` come longest first, then by id."""
+    """Neither sequence of options is empty."""
 
     prefill: Sequence[PrefillOption]
     decode: Sequence[DecodeOption]
-    sources: Sequence[Source]
+    held: dict[PartId, int]
+    """Leading blocks of the prompt that are at a node now; the longest run first, then by id."""
     transfer: TransferCost
     link_waits: dict[PartId, float] = {}
     """Seconds until a node's link has moved what placements have ordered; nodes whose link is free are left out."""
+    slow: dict[PartId, int] = {}
+    """How many of the blocks that a node holds, the last, are on SSD only; nodes without any are left out."""
 
 
 class FetchPlan(Struct, frozen=True):

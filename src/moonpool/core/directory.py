@@ -11,7 +11,7 @@ of whatever node clears a few thousand keys of such bits; a bit that is on no ke
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moonpool.core.keydump import KeyDump, KeyGroup
@@ -25,6 +25,8 @@ FEW_BITS = 4
 """Of a mask; more are looked for digit by digit."""
 MOST_STALE_BITS = 64
 """Beyond that all are cleared at once: masks are to stay short."""
+_SETS_REMEMBERED = 4096
+"""Of nodes that have been found together."""
 
 
 class IndexHealth(enum.Enum):
@@ -62,6 +64,8 @@ class Directory:
     _round: Iterator[Shard] = field(default_factory=lambda: iter(()))
     """What is still to be cleared of `_stale`."""
     _dump: KeyDump | None = None
+    _sets: dict[int, tuple[PartId, ...]] = field(default_factory=dict)
+    """Whose bits are in a mask, by id; until a bit gets another meaning."""
 
     def join(self, node: PartId) -> None:
         """A node with unknown content; its snapshot should be asked for. Raises ValueError if it is there already."""
@@ -113,11 +117,11 @@ class Directory:
         holder.health = IndexHealth.CATCHING_UP
         return True
 
-    def match(self, chain: Chain) -> list[tuple[PartId, int]]:
-        """(node, its leading run in any tier) for every node with at least one block; longest first, then by id."""
+    def match(self, chain: Chain) -> dict[PartId, int]:
+        """Of every node with at least one block its leading run in any tier; longest first, then by id."""
         tiers = self._spaces.get(chain.space)
         if not tiers:
-            return []
+            return {}
         dram, ssd = tiers[Tier.DRAM].shards, tiers[Tier.SSD].shards
         alive, blocks, shards, has_ssd = self._live, 0, SHARDS, self._has_ssd
         ended: list[tuple[int, int]] = []
@@ -137,22 +141,22 @@ class Directory:
             blocks += 1
         if blocks and alive:
             ended.append((alive, blocks))
-        runs: list[tuple[PartId, int]] = []
+        runs: dict[PartId, int] = {}
         for mask, blocks in reversed(ended):
-            runs += [(node, blocks) for node in sorted(self._nodes(mask))]
+            runs |= dict.fromkeys(self._sets.get(mask) or self._set_of(mask), blocks)
         return runs
 
-    def slow_blocks(self, chain: Chain, runs: Sequence[tuple[PartId, int]]) -> dict[PartId, int]:
+    def slow_blocks(self, chain: Chain, runs: Mapping[PartId, int]) -> dict[PartId, int]:
         """Of runs that `match` has found: how many of their blocks are on SSD only; nodes without any are left out."""
         if not self._has_ssd:
             return {}
-        left = {self._holders[node].bit: (node, blocks) for node, blocks in runs}
+        left = {self._holders[node].bit: (node, blocks) for node, blocks in runs.items()}
         tiers = self._spaces.get(chain.space)
         if not left or not tiers:
             return {}
         dram, nodes = tiers[Tier.DRAM].get, sum(left)
         slow: dict[PartId, int] = {}
-        for at, key in enumerate(chain.keys[: max(blocks for _, blocks in left.values())]):
+        for at, key in enumerate(chain.keys[: max(runs.values())]):
             absent = nodes & ~dram(key)
             while absent:
                 bit = absent & -absent
@@ -177,7 +181,7 @@ class Directory:
 
     def holders(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> list[tuple[PartId, ...]]:
         """Of each block by itself the nodes that have it in any tier, by id."""
-        return [tuple(node for node, _ in self.match(Chain(space, (key,)))) for key in keys]
+        return [tuple(self.match(Chain(space, (key,)))) for key in keys]
 
     def health(self, node: PartId) -> IndexHealth:
         return self._holders[node].health
@@ -241,6 +245,12 @@ class Directory:
             return nodes
         return [self._by_bit[1 << at] for at, digit in enumerate(reversed(f"{mask:b}")) if digit == "1"]
 
+    def _set_of(self, mask: int) -> tuple[PartId, ...]:
+        if len(self._sets) >= _SETS_REMEMBERED:
+            self._sets.clear()
+        found = self._sets[mask] = tuple(sorted(self._nodes(mask)))
+        return found
+
     def _add(self, holder: _Holder, space: KeySpaceId, tier: Tier, keys: Sequence[BlockKey]) -> None:
         holder.counts[tier] += self._masks_of(space)[tier].set_bit(keys, holder.bit)
         self._has_ssd |= tier is Tier.SSD
@@ -257,11 +267,13 @@ class Directory:
         bit = ~taken & (taken + 1)
         self._by_bit[bit] = node
         self._live |= bit
+        self._sets.clear()
         return bit
 
     def _give_up(self, bit: int) -> None:
         del self._by_bit[bit]
         self._live ^= bit
+        self._sets.clear()
         self._later |= bit
         if (self._stale | self._later).bit_count() > MOST_STALE_BITS:
             self._clear_all()

@@ -34,29 +34,23 @@ EXPECTED_SECONDS = 60.0
 @dataclass(slots=True)
 class Part:
     registered: Registered
+    """Changed by `register` only; what follows is taken from it, for a placement asks it of every part."""
     heard_at: float
     reported: Reported
+    id: PartId = field(init=False)
+    peer: Peer = field(init=False)
+    kind: PartKind = field(init=False)
+    capacity: Capacity = field(init=False)
+    node_id: PartId = field(init=False)
+    """The node whose arena it maps; for a node its own id."""
 
-    @property
-    def id(self) -> PartId:
-        return self.registered.peer.id
+    def __post_init__(self) -> None:
+        self.register(self.registered)
 
-    @property
-    def peer(self) -> Peer:
-        return self.registered.peer
-
-    @property
-    def kind(self) -> PartKind:
-        return self.registered.kind
-
-    @property
-    def capacity(self) -> Capacity:
-        return self.registered.capacity
-
-    @property
-    def node_id(self) -> PartId:
-        """The node whose arena it maps; for a node its own id."""
-        return self.registered.node or self.id
+    def register(self, event: Registered) -> None:
+        self.registered = event
+        self.id, self.peer, self.kind, self.capacity = event.peer.id, event.peer, event.kind, event.capacity
+        self.node_id = event.node or self.id
 
 
 @dataclass(slots=True)
@@ -139,6 +133,8 @@ class PrefillLoad:
 
     def seconds_before(self, rank: int, now: float) -> float:
         """Until all that is queued of this rank and of sooner ones is computed: the others give way to it."""
+        if rank >= 0 and not self._ranks:
+            return self.seconds(now)
         passed_over = sum([tally.amount for other, tally in self._by_rank.items() if other > rank])
         if rank < 0:
             passed_over += self._queued_seconds - sum([tally.amount for tally in self._by_rank.values()])
@@ -367,7 +363,7 @@ class Fleet:
 
     def update(self, part: Part, event: Registered) -> None:
         """The same process registers again; its capacity or addresses may have changed, or it has found its node."""
-        part.registered = event
+        part.register(event)
         self._changed()
 
     def remove(self, id_: PartId, now: float) -> Part:

@@ -52,15 +52,19 @@ def place_kvcache_centric(view: View, wanted: Wanted) -> Choice:
     The decode instance is the one with the shortest predicted step, a pause before the second token added where its
     node lacks so much that the KV comes later than it is computed. One predicted beyond the TBT limit is avoided.
     """
-    reaches = _reaches(view, wanted)
+    limit = wanted.hit_limit
+    reaches = _reaches(view, wanted, limit)
     longest = reaches[0].end if reaches else 0
     tokens, size = wanted.tokens, wanted.block_tokens
     ways: list[_Way] = []
     bar = INFINITE
     for option in view.prefill:
-        most = min(max(longest, option.held_blocks), wanted.hit_limit) * size
-        if option.queue_seconds + option.cost.seconds(tokens, most) <= bar:
-            way = _way(option, view, wanted, reaches)
+        queue, held = option.queue_seconds, option.held_blocks
+        if queue > bar:
+            continue
+        most = min(held, limit) if held > longest else longest
+        if queue + option.cost.seconds(tokens, most * size) <= bar:
+            way = _way(option, view, wanted, reaches, limit)
             ways.append(way)
             bar = min(bar, way.ttft_seconds * (1.0 + NEAR))
     best = min([way for way in ways if way.ttft_seconds <= bar])
@@ -69,28 +73,28 @@ def place_kvcache_centric(view: View, wanted: Wanted) -> Choice:
     return chosen(best.prefill, decode, best.hit, seconds, best.fetch, best.fetch_seconds)
 
 
-def _reaches(view: View, wanted: Wanted) -> list[_Reach]:
+def _reaches(view: View, wanted: Wanted, limit: int) -> list[_Reach]:
     """Longest first; each further one is shorter and its blocks come sooner."""
     found: list[_Reach] = []
-    least, limit, waits = INFINITE, wanted.hit_limit, view.link_waits
-    slow = wanted.block_bytes / view.transfer.ssd_bytes_per_second
-    for source in view.sources:
-        wait = waits.get(source.node, 0.0)
-        delay = wait + source.slow_blocks * slow
+    least, waits, slow = INFINITE, view.link_waits, view.slow
+    reading = wanted.block_bytes / view.transfer.ssd_bytes_per_second
+    for node, blocks in view.held.items():
+        wait, slow_blocks = waits.get(node, 0.0), slow.get(node, 0)
+        delay = wait + slow_blocks * reading
         if delay < least:
             least = delay
-            end = min(source.blocks, limit)
+            end = min(blocks, limit)
             if found and found[-1].end == end:
                 found.pop()
-            found.append(_Reach(source.node, end, min(source.blocks - source.slow_blocks, end), wait))
+            found.append(_Reach(node, end, min(blocks - slow_blocks, end), wait))
         if delay <= 0.0:
             break
     return found
 
 
-def _way(option: PrefillOption, view: View, wanted: Wanted, reaches: list[_Reach]) -> _Way:
+def _way(option: PrefillOption, view: View, wanted: Wanted, reaches: list[_Reach], limit: int) -> _Way:
     """The quickest at this instance."""
-    tokens, size, limit = wanted.tokens, wanted.block_tokens, wanted.hit_limit
+    tokens, size = wanted.tokens, wanted.block_tokens
     queue, cost = option.queue_seconds, option.cost
     held, resident = min(option.held_blocks, limit), min(option.resident_blocks, limit)
     hit = held
@@ -134,10 +138,12 @@ def _decode_for(way: _Way, view: View, wanted: Wanted) -> DecodeOption:
     node, pause = way.prefill.node, PAUSE_SHARE * seconds
     limit = INFINITE if wanted.tbt_limit is None else wanted.tbt_limit
 
-    def rank(option: DecodeOption) -> tuple[bool, float, int, PartId]:
+    best, least = view.decode[0], (True, INFINITE, 0)
+    for option in view.decode:
         step, held = option.tbt_seconds, option.held_blocks
         late = blocks - held
         score = step if late <= 0.0 or option.node == node else step + pause * late
-        return step > limit, score, -held, option.id
-
-    return min(view.decode, key=rank)
+        rank = step > limit, score, -held
+        if rank < least or (rank == least and option.id < best.id):
+            best, least = option, rank
+    return best

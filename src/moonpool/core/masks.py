@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from moonpool.core.keydump import KeyDump
 from moonpool.core.vocabulary import BlockKey
 
-SHARDS = 4093
+SHARDS = 1021
 """A prime: the place of a key within its shard goes by the same hash, modulo powers of two."""
 
 Shard = dict[BlockKey, int]

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 from msgspec import Struct, structs
 
 from moonpool.core.admission import Refusal, check_context, check_room
-from moonpool.core.choice import Choice, DecodeOption, PrefillOption, Source, View, Wanted
+from moonpool.core.choice import Choice, DecodeOption, PrefillOption, View, Wanted
 from moonpool.core.classes import BATCH, is_batch, kept
 from moonpool.core.directory import Directory
 from moonpool.core.fleet import DecodeLoad, Fleet, PrefillLoad
@@ -54,20 +54,29 @@ def options_for(
     needs = {id_: _Needs.of(request, space, config.output_share) for id_, space in spaces.items()}
     able_prefill = [p for p in prefill if _fits(p, needs[p.space.id])]
     able_decode = [d for d in decode if _fits(d, needs[d.space.id])]
-    arenas = (fleet.nodes[d.part.node_id].part.capacity.dram_bytes - needs[d.space.id].all_bytes for d in able_decode)
-    if not able_prefill or not any(spare >= 0 for spare in arenas):
+    nodes = fleet.nodes
+    if not able_prefill or not any(
+        nodes[d.part.node_id].part.capacity.dram_bytes >= needs[d.space.id].all_bytes for d in able_decode
+    ):
         # A larger instance that just went away may come back; what was accepted is not thrown away before.
         refusal = never_fits(request, fleet, prefill, decode)
         lost = any(fleet.lost_recently(kind, model, now) for kind in (PartKind.PREFILL, PartKind.DECODE))
         return Wait(refusal.message) if request.accepted and lost else refusal
-    free_decode = [d for d in able_decode if _takes(d, fleet, request, needs[d.space.id], config, room_now)]
+    free_decode = [d for d in able_decode if nodes[d.part.node_id].has_room(needs[d.space.id].room_bytes)]
+    if room_now:
+        free_decode = [d for d in free_decode if _has_room(d, request, needs[d.space.id].booked_pages, config)]
     if not free_decode:
         return Wait("no decode instance has room")
-    free_prefill = [p for p in able_prefill if _has_slot(p, request)]
+    if request.sooner or is_batch(request.priority):
+        free_prefill = [p for p in able_prefill if _has_slot(p, request)]
+    else:
+        free_prefill = [p for p in able_prefill if p.has_slot()]
     if not free_prefill:
         return Wait("all prefill queues are full")
     for id_ in sorted(spaces):
-        pair = [p for p in free_prefill if p.space.id == id_], [d for d in free_decode if d.space.id == id_]
+        pair = free_prefill, free_decode
+        if len(spaces) > 1:
+            pair = [p for p in free_prefill if p.space.id == id_], [d for d in free_decode if d.space.id == id_]
         for group in (_separate(*pair), _coupled(*pair)) if fleet.coupled else (pair,):
             if all(group):
                 return _options(request, spaces[id_], needs[id_], *group, fleet, directory, config, now)
@@ -167,14 +176,6 @@ def _absent(
     return None
 
 
-def _takes(
-    load: DecodeLoad, fleet: Fleet, request: Request, needs: _Needs, config: ConductorConfig, room_now: bool
-) -> bool:
-    if not fleet.nodes[load.part.node_id].has_room(needs.room_bytes):
-        return False
-    return not room_now or _has_room(load, request, needs.booked_pages, config)
-
-
 def _has_room(load: DecodeLoad, request: Request, pages: int, config: ConductorConfig) -> bool:
     """Batch work takes no more than a part of the batch, and nothing ahead of it."""
     reserved = kept(request.sooner, load.taken)
@@ -193,7 +194,7 @@ def _has_slot(load: PrefillLoad, request: Request) -> bool:
 
 def _fits(load: PrefillLoad | DecodeLoad, needs: _Needs) -> bool:
     """Alone, in an empty engine."""
-    capacity = load.part.registered.capacity
+    capacity = load.part.capacity
     return needs.pages <= (capacity.pages or _UNLIMITED) and needs.tokens <= (capacity.context_tokens or _UNLIMITED)
 
 
@@ -209,63 +210,69 @@ def _options(
     now: float,
 ) -> Options:
     keys = request.keys_in(space) or ()
-    tokens = request.arrived.prompt_tokens
     chain = Chain(space.id, keys)
-    runs = directory.match(chain)
-    slow = directory.slow_blocks(chain, runs)
-    held, nodes = dict(runs), fleet.nodes
+    held = directory.match(chain)
+    slow = directory.slow_blocks(chain, held)
     coming = keys if config.count_coming_blocks else ()
     view = View(
-        [_prefill_option(p, held, slow, coming, request, now) for p in _without(prefill, request.avoid)],
-        [_decode_option(d, held, tokens) for d in _without(decode, request.avoid)],
-        [Source(node, blocks, slow.get(node, 0)) for node, blocks in runs if node in nodes],
+        _prefill_options(_without(prefill, request.avoid), held, slow, coming, request, now),
+        _decode_options(_without(decode, request.avoid), held, request.arrived.prompt_tokens),
+        held,
         config.transfer_cost,
-        {id_: node.link_free_at - now for id_, node in nodes.items() if node.link_free_at > now},
+        {id_: node.link_free_at - now for id_, node in fleet.nodes.items() if node.link_free_at > now},
+        slow,
     )
     limit = request.arrived.slo.tbt
+    tokens = request.arrived.prompt_tokens
     wanted = Wanted(tokens, space.block_tokens, space.block_bytes, config.slo.tbt if limit is None else limit)
     return Options(view, wanted, space, keys, needs.booked_pages, needs.room_bytes)
 
 
 def _without(loads: list[Load], avoid: PartId | None) -> list[Load]:
+    if avoid is None:
+        return loads
     return [load for load in loads if load.part.id != avoid] or loads
 
 
-def _prefill_option(
-    load: PrefillLoad,
+def _prefill_options(
+    loads: list[PrefillLoad],
     held: dict[PartId, int],
     slow: dict[PartId, int],
     keys: tuple[BlockKey, ...],
     request: Request,
     now: float,
-) -> PrefillOption:
+) -> list[PrefillOption]:
     """`keys` is empty where blocks that are still being computed there do not count (PAPER §9)."""
-    node = load.part.node_id
-    resident = held.get(node, 0)
-    end, producer = load.coming.extend(keys, resident)
-    return PrefillOption(
-        load.part.id,
-        node,
-        _queue_seconds(load, request, now),
-        end,
-        load.cost,
-        resident,
-        slow.get(node, 0),
-        producer,
-        len(load.queue),
-        load.coming.tokens,
-        load.placed,
-    )
+    rank, count = request.priority.rank, len(keys)
+    # What is of a later rank lets it pass, and those of sooner ranks will take their share.
+    own = 1.0 - sum([c.share for c in request.sooner])
+    options = []
+    for load in loads:
+        part, coming = load.part, load.coming
+        resident = held.get(part.node_id, 0)
+        end, producer = coming.extend(keys, resident) if resident < count else (resident, None)
+        options.append(
+            PrefillOption(
+                part.id,
+                part.node_id,
+                load.seconds_before(rank, now) / own,
+                end,
+                load.cost,
+                resident,
+                slow.get(part.node_id, 0) if slow else 0,
+                producer,
+                len(load.queue),
+                coming.tokens,
+                load.placed,
+            )
+        )
+    return options
 
 
-def _queue_seconds(load: PrefillLoad, request: Request, now: float) -> float:
-    """Until its turn comes: what is of a later rank lets it pass, and those of sooner ranks will take their share."""
-    before = load.seconds_before(request.priority.rank, now)
-    return before / (1.0 - sum([c.share for c in request.sooner])) if request.sooner else before
-
-
-def _decode_option(load: DecodeLoad, held: dict[PartId, int], tokens: int) -> DecodeOption:
-    node = load.part.node_id
-    batch = load.batch
-    tbt = load.cost.seconds(batch + 1, load.context_tokens + tokens)
-    return DecodeOption(load.part.id, node, tbt, held.get(node, 0), batch, load.committed_pages)
+def _decode_options(loads: list[DecodeLoad], held: dict[PartId, int], tokens: int) -> list[DecodeOption]:
+    options = []
+    for load in loads:
+        part, batch = load.part, load.batch
+        tbt = load.cost.seconds(batch + 1, load.context_tokens + tokens)
+        options.append(DecodeOption(part.id, part.node_id, tbt, held.get(part.node_id, 0), batch, load.committed_pages))
+    return options

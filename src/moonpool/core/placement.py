@@ -11,7 +11,6 @@ from moonpool.core.choice import (
     DecodeOption,
     FetchPlan,
     PrefillOption,
-    Source,
     View,
     Wanted,
 )
@@ -32,7 +31,6 @@ __all__ = [
     "FetchPlan",
     "PlacementPolicy",
     "PrefillOption",
-    "Source",
     "View",
     "Wanted",
     "place",

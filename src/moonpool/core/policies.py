@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moonpool.core.choice import Choice, DecodeOption, FetchPlan, PrefillOption, Source, View, Wanted, chosen
+from moonpool.core.choice import Choice, DecodeOption, FetchPlan, PrefillOption, View, Wanted, chosen
 from moonpool.core.vocabulary import PartId
 
 INFINITE = float("inf")
@@ -72,9 +72,8 @@ def place_algorithm_1(view: View, wanted: Wanted, threshold: float) -> Choice:
     above the threshold (decision 0008).
     """
     decode = best_decode(view)
-    best = view.sources[0] if view.sources else None
     limit = wanted.hit_limit
-    pooled = min(best.blocks, limit) if best else 0
+    pooled = min(next(iter(view.held.values()), 0), limit)
 
     def option(prefill: PrefillOption) -> Choice:
         held = min(prefill.held_blocks, limit)
@@ -108,19 +107,19 @@ def _recompute(prefill: PrefillOption, decode: DecodeOption, wanted: Wanted) -> 
 
 def _fetch(prefill: PrefillOption, decode: DecodeOption, wanted: Wanted, view: View, pooled: int) -> Choice:
     """Of all nodes with the whole run, the one whose link is free first; the sum of all times, as the paper has it."""
-    sources = [s for s in view.sources if s.blocks >= pooled and s.node != prefill.node]
-    source = min(sources, key=lambda s: (view.link_waits.get(s.node, 0.0), s.node))
+    sources = [node for node, blocks in view.held.items() if blocks >= pooled and node != prefill.node]
+    source = min(sources, key=lambda node: (view.link_waits.get(node, 0.0), node))
     held = min(prefill.held_blocks, wanted.hit_limit)
     transfer = fetch_seconds(view, source, prefill.node, held, pooled, wanted.block_bytes)
     compute = prefill.cost.seconds(wanted.tokens, pooled * wanted.block_tokens)
-    plan = FetchPlan(source.node, held, pooled - held)
+    plan = FetchPlan(source, held, pooled - held)
     seconds = compute, transfer + prefill.queue_seconds + compute
     return chosen(prefill, decode, pooled, seconds, plan, transfer)
 
 
-def fetch_seconds(view: View, source: Source, sink: PartId, first: int, end: int, block_bytes: int) -> float:
+def fetch_seconds(view: View, source: PartId, sink: PartId, first: int, end: int, block_bytes: int) -> float:
     """From now until blocks `first .. end` have come: both links' queues, the SSD where they are there, the way."""
     waits, cost = view.link_waits, view.transfer
-    wait = max(waits.get(source.node, 0.0), waits.get(sink, 0.0)) if waits else 0.0
-    slow = max(end - max(source.blocks - source.slow_blocks, first), 0)
+    wait = max(waits.get(source, 0.0), waits.get(sink, 0.0)) if waits else 0.0
+    slow = max(end - max(view.held[source] - view.slow.get(source, 0), first), 0)
     return wait + cost.seconds((end - first) * block_bytes) + slow * block_bytes / cost.ssd_bytes_per_second

@@ -78,7 +78,7 @@ class Sweeper:
     def _copy(self, prefix: Prompt, now: float) -> None:
         """To the node of a prefill instance whose link is free first, from one that has all of it."""
         nodes, keys, space = self._fleet.nodes, prefix.keys, prefix.space
-        held = {node: n for node, n in self._directory.match(Chain(space.id, keys)) if node in nodes}
+        held = {node: n for node, n in self._directory.match(Chain(space.id, keys)).items() if node in nodes}
         whole = [node for node, blocks in held.items() if blocks == len(keys) and self._is_exact(node)]
         able = {p.part.node_id: None for p in self._fleet.prefill.values() if p.space == space}
         lacking = [node for node in able if node in nodes and held.get(node, 0) < len(keys)]
