@@ -168,16 +168,32 @@ class Directory:
 
     def copies(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> list[dict[PartId, Tier]]:
         """Of each block who has it and where: in DRAM, or only on its SSD. By bit, which is the order of joining."""
+        return [dict(having) for blocks, having in self.runs(space, keys) for _ in range(blocks)]
+
+    def runs(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> list[tuple[int, dict[PartId, Tier]]]:
+        """As `copies`, for so many blocks after each other that have the same copies."""
         tiers = self._spaces.get(space)
         if not tiers:
-            return [{} for _ in keys]
-        dram, ssd = tiers[Tier.DRAM].get, tiers[Tier.SSD].get
-        found = []
-        for key in keys:
-            fast = dram(key) & self._live
-            slow = ssd(key) & self._live & ~fast
-            found.append(dict.fromkeys(self._nodes(fast), Tier.DRAM) | dict.fromkeys(self._nodes(slow), Tier.SSD))
-        return found
+            return [(len(keys), {})] if keys else []
+        dram, ssd = tiers[Tier.DRAM].shards, tiers[Tier.SSD].shards
+        live, shards, has_ssd = self._live, SHARDS, self._has_ssd
+        fast = slow = -1
+        masks: list[tuple[int, int, int]] = []
+        begin = 0
+        for at, key in enumerate(keys):
+            shard = hash(key) % shards
+            found = dram[shard].get(key, 0) & live
+            below = ssd[shard].get(key, 0) & live & ~found if has_ssd else 0
+            if found != fast or below != slow:
+                if at:
+                    masks.append((at - begin, fast, slow))
+                fast, slow, begin = found, below, at
+        if keys:
+            masks.append((len(keys) - begin, fast, slow))
+        return [
+            (blocks, dict.fromkeys(self._nodes(a), Tier.DRAM) | dict.fromkeys(self._nodes(b), Tier.SSD))
+            for blocks, a, b in masks
+        ]
 
     def holders(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> list[tuple[PartId, ...]]:
         """Of each block by itself the nodes that have it in any tier, by id."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import chain
 
 from moonpool.core import actions as act
 from moonpool.core.choice import Choice
@@ -115,36 +116,43 @@ class Sweeper:
 
         `full`: nodes that are short of memory, and whether they have an SSD.
         """
-        keys = prompt.keys[self._recent.alone_from(prompt) :]
-        holders = self._directory.copies(prompt.space.id, keys)
-        drops: dict[PartId, list[BlockKey]] = {}
-        demotions: dict[PartId, list[BlockKey]] = {}
+        first, end = self._recent.alone_from(prompt), len(prompt.keys)
         keep: dict[PartId, None] = {}
         """A node that keeps a block keeps those before it."""
-        for key, having in zip(reversed(keys), reversed(holders), strict=True):
+        drops: dict[PartId, list[tuple[BlockKey, ...]]] = {}
+        demotions: dict[PartId, list[tuple[BlockKey, ...]]] = {}
+        # What holds for the last of blocks that the same nodes have holds for all of them.
+        for blocks, having in reversed(self._directory.runs(prompt.space.id, prompt.keys[first:])):
+            keys = prompt.keys[end - blocks : end]
+            end -= blocks
             sure = [n for n, tier in having.items() if tier is Tier.DRAM and self._is_exact(n)]
             left = len(sure)
             for node in sorted(n for n in sure if n in full and n not in keep):
                 if left > 1 and node not in decoding:
                     left -= 1
-                    drops.setdefault(node, []).append(key)
+                    drops.setdefault(node, []).append(keys)
                 elif full[node]:
-                    demotions.setdefault(node, []).append(key)
+                    demotions.setdefault(node, []).append(keys)
                 else:
                     keep[node] = None
         self._order(prompt.space, drops, demotions)
 
     def _order(
-        self, space: KeySpace, drops: dict[PartId, list[BlockKey]], demotions: dict[PartId, list[BlockKey]]
+        self,
+        space: KeySpace,
+        drops: dict[PartId, list[tuple[BlockKey, ...]]],
+        demotions: dict[PartId, list[tuple[BlockKey, ...]]],
     ) -> None:
-        """Blocks in the order of the prompt."""
+        """Runs of blocks come from the end of the prompt on, orders go out in its order."""
         nodes = self._fleet.nodes
-        for node, keys in drops.items():
+        for node, runs in drops.items():
+            keys = tuple(chain.from_iterable(reversed(runs)))
             self._decisions.surplus_dropped += len(keys)
-            self._out.append(act.DropReplica(nodes[node].peer, space, tuple(reversed(keys))))
-        for node, keys in demotions.items():
+            self._out.append(act.DropReplica(nodes[node].peer, space, keys))
+        for node, runs in demotions.items():
+            keys = tuple(chain.from_iterable(reversed(runs)))
             self._decisions.cold_demoted += len(keys)
-            self._out.append(act.Demote(nodes[node].peer, space, tuple(reversed(keys))))
+            self._out.append(act.Demote(nodes[node].peer, space, keys))
 
     def _is_exact(self, node: PartId) -> bool:
         return node in self._fleet.nodes and self._directory.health(node) is IndexHealth.EXACT

@@ -7,6 +7,8 @@ drawn, so equal inputs give equal bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -42,7 +44,7 @@ from moonpool.sim.node import SimNode
 from moonpool.sim.pipeline import of_group
 from moonpool.sim.prefill import Order, SimPrefill
 from moonpool.sim.profile import Profile
-from moonpool.sim.request import SimRequest, own_keys
+from moonpool.sim.request import BlockKeys, SimRequest, own_keys
 from moonpool.sim.shelf import SimShelf
 from moonpool.trace.request import TraceRequest
 
@@ -95,6 +97,22 @@ class Simulation:
             heartbeat_limit=1e9,
         )
         self._conductor = Conductor(config, setup.seed)
+        # At the same time, but after what happens now: nothing is told in the middle of something else.
+        self._tell: Callable[[Event], None] = partial(self.clock.soon, self._handle)
+        self._perform: dict[type[act.Action], Callable[[Any], None]] = {
+            act.Place: self._placed,
+            act.ReserveRoom: self._reserve,
+            act.ReleaseRoom: self._release,
+            act.Reject: self._refused,
+            act.Resubmit: self._resubmit,
+            act.Cancel: self._cancel,
+            act.Replicate: self._replicate,
+            act.Demote: lambda order: self.nodes[order.node.id].demote(order.keys),
+            act.DropReplica: lambda order: self.nodes[order.node.id].drop(order.keys),
+            act.SendSnapshot: lambda order: self.nodes[order.node.id].snapshot(),
+            act.WakeAt: self._wake_then,
+        }
+        """What else the Conductor orders concerns nobody here."""
         self._wake_at = -1.0
         self.nodes: dict[PartId, SimNode] = {}
         self.prefill: dict[PartId, SimPrefill] = {}
@@ -119,8 +137,10 @@ class Simulation:
             node = self._node(f"node-d{number}")
             self.decode[id_] = SimDecode(id_, node, profile, self.clock, self._tell, self._over)
         asked = _draw_classes(setup, len(trace))
+        known = BlockKeys()
         self.requests = [
-            SimRequest.of(number, each, profile.block_tokens, asked[number - 1]) for number, each in enumerate(trace, 1)
+            SimRequest.of(number, each, profile.block_tokens, known, asked[number - 1])
+            for number, each in enumerate(trace, 1)
         ]
         self._by_id = {request.id: request for request in self.requests}
         self._open = len(self.requests)
@@ -132,9 +152,7 @@ class Simulation:
         told = self._open
         for request in self.requests:
             # What happens at the same time comes after.
-            while self.clock.step(before=request.arrived):
-                pass
-            self.clock.now = request.arrived
+            self.clock.pass_until(request.arrived)
             self._arrive(request)
             if told - self._open >= 100:
                 told = self._open
@@ -255,42 +273,28 @@ class Simulation:
 
     # The Conductor
 
-    def _tell(self, event: Event) -> None:
-        """At the same time, but after what happens now: nothing is told in the middle of something else."""
-        self.clock.soon(self._handle, event)
-
     def _handle(self, event: Event) -> None:
+        perform = self._perform
         for action in self._conductor.handle(event, self.clock.now):
-            self._perform(action)
+            if (performed := perform.get(type(action))) is not None:
+                performed(action)
 
-    def _perform(self, action: act.Action) -> None:
-        match action:
-            case act.Place():
-                self._placed(action)
-            case act.ReserveRoom(node=node):
-                self.nodes[node.id].reserve(action)
-            case act.ReleaseRoom(node=node, request=request, attempt=attempt):
-                self.nodes[node.id].close(request, attempt, arrived=False)
-            case act.Reject():
-                self._refused(action)
-            case act.Resubmit():
-                self._resubmit(action)
-            case act.Cancel(request=request, attempt=attempt, to=to):
-                worker = self.prefill.get(to.id) or self.decode[to.id]
-                worker.cancel(request, attempt)
-            case act.Replicate(node=node):
-                self.nodes[node.id].fetch(self.nodes[action.source.id], action.keys, self.clock.now)
-            case act.Demote(node=node):
-                self.nodes[node.id].demote(action.keys)
-            case act.DropReplica(node=node):
-                self.nodes[node.id].drop(action.keys)
-            case act.SendSnapshot(node=node):
-                self.nodes[node.id].snapshot()
-            case act.WakeAt(at=at):
-                self._wake_at = at
-                self.clock.at(at, self._wake, at)
-            case act.Hold() | act.FleetChanged() | act.RegisterAgain() | act.ExpectEnd():
-                pass
+    def _reserve(self, order: act.ReserveRoom) -> None:
+        self.nodes[order.node.id].reserve(order)
+
+    def _release(self, order: act.ReleaseRoom) -> None:
+        self.nodes[order.node.id].close(order.request, order.attempt, arrived=False)
+
+    def _cancel(self, order: act.Cancel) -> None:
+        worker = self.prefill.get(order.to.id) or self.decode[order.to.id]
+        worker.cancel(order.request, order.attempt)
+
+    def _replicate(self, order: act.Replicate) -> None:
+        self.nodes[order.node.id].fetch(self.nodes[order.source.id], order.keys, self.clock.now)
+
+    def _wake_then(self, order: act.WakeAt) -> None:
+        self._wake_at = order.at
+        self.clock.at(order.at, self._wake, order.at)
 
     def _wake(self, at: float) -> None:
         if at == self._wake_at and self._open:

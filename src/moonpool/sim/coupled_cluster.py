@@ -20,7 +20,7 @@ from moonpool.sim.clock import Clock, Link
 from moonpool.sim.coupled import SimCoupled
 from moonpool.sim.node import SimNode
 from moonpool.sim.profile import Profile
-from moonpool.sim.request import SimRequest
+from moonpool.sim.request import BlockKeys, SimRequest
 from moonpool.trace.request import TraceRequest
 
 Routing = Literal["round-robin", "prefix-affine"]
@@ -59,7 +59,10 @@ class CoupledSimulation:
             SimCoupled(self._node(number), profile, self.clock, setup.mode, step_tokens, QUEUE_BOUND, self._over)
             for number in range(setup.workers)
         ]
-        self.requests = [SimRequest.of(number, each, profile.block_tokens) for number, each in enumerate(trace, 1)]
+        known = BlockKeys()
+        self.requests = [
+            SimRequest.of(number, each, profile.block_tokens, known) for number, each in enumerate(trace, 1)
+        ]
         self._coming: list[dict[BlockKey, int]] = [{} for _ in self.workers]
         """For each worker: the blocks of requests that are not over, and of how many."""
         self._at: dict[int, int] = {}

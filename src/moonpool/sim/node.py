@@ -64,10 +64,8 @@ class SimNode:
         self._arrivals: dict[BlockKey, float] = {}
         """When blocks that were fetched have come; forgotten when that is past."""
         self.evicted_blocks = 0
-
-    @property
-    def id(self) -> PartId:
-        return self.peer.id
+        self.id = self.peer.id
+        self._told_used = 0
 
     @property
     def as_peer(self) -> NodePeer:
@@ -77,8 +75,11 @@ class SimNode:
         return Registered(PartKind.NODE, self.peer, Capacity(dram_bytes=self.capacity))
 
     def report(self) -> None:
+        """Unless nothing has changed: here no announcement is lost, and nobody is thought dead."""
         used = self.capacity - self._free
-        self._tell(Reported(self.id, self.peer.incarnation, used_bytes=used, announced=self._seq))
+        if used != self._told_used:
+            self._told_used = used
+            self._tell(Reported(self.id, self.peer.incarnation, used_bytes=used, announced=self._seq))
 
     def snapshot(self) -> None:
         tiers = [(Tier.DRAM, tuple(self._eviction.keys()))]
