@@ -74,6 +74,14 @@ def test_extents_against_a_bitmap(operations: list[int | tuple[int]], ragged: in
     assert extents.allocate(PAGES * PAGE_BYTES) == 0, "everything coalesces again"
 
 
+@pytest.mark.parametrize("nbytes", [0, -1, -PAGE_BYTES])
+def test_an_extent_of_nothing_is_none(nbytes: int) -> None:
+    extents = Extents(4 * PAGE_BYTES)
+    with pytest.raises(ValueError, match="an extent of"):
+        extents.allocate(nbytes)
+    extents.check_integrity()
+
+
 def test_an_extent_is_released_once() -> None:
     extents = Extents(4 * PAGE_BYTES)
     offset = extents.allocate(1)

@@ -203,6 +203,17 @@ def test_length_aware_gives_up_later_blocks_first() -> None:
     assert leading == {"lfu": (2, 5), "length-aware": (3, 4)}
 
 
+def test_what_has_no_tokens_of_equal_size_has_no_tail(ledger: Ledger) -> None:
+    """Such a tail would be of no bytes, and lie where the next block lies."""
+    odd = KeySpace(KeySpaceId("odd"), block_tokens=4096, runs=1, run_bytes=1024)
+    with pytest.raises(PoolError, match="has no tails"):
+        ledger.reserve(R, 1, odd, KEYS[:1], 3, 9.0)
+    with pytest.raises(PoolError, match="has no tails"):
+        ledger.open(ONE, odd, [], 3)
+    ledger.reserve(R, 1, odd, KEYS[:1], 0, 9.0)
+    ledger.check_integrity()
+
+
 def test_a_refused_room_costs_nobody_anything(ledger: Ledger) -> None:
     put(ledger, KEYS)
     with pytest.raises(PoolError, match=r"no room for 9 blocks of 3072 bytes and 0 more tokens: 20480 of 32768 bytes"):

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import pytest
+from msgspec.structs import replace
 
-from moonpool.core.actions import Demote, DropReplica, Replicate
+from moonpool.core.actions import Demote, DropReplica, ReleaseRoom, Replicate, ReserveRoom
 from moonpool.core.events import BlocksRemoved, BlocksStored, Snapshot
-from moonpool.core.vocabulary import BlockKey, Incarnation, NodePeer, PartId
+from moonpool.core.vocabulary import BlockKey, Incarnation, NodePeer, PartId, RequestId
 from moonpool.store.client import NodeClient
 from moonpool.store.orders import MAX_WAITING, Orders
+from moonpool.wire.messages import Located
 
-from .kit import BLOCK, SECONDS, SPACE, Conductor, bytes_of, eventually, keys_of, put
+from .kit import BLOCK, GATEWAY, SECONDS, SPACE, Conductor, bytes_of, eventually, keys_of, put
 from .test_ssd import directory_of, ssd, stats
 
 Join = Callable[..., NodeClient]
@@ -89,6 +92,24 @@ def test_a_copy_from_a_dead_node_or_too_late_does_nothing(conductor: Conductor, 
     conductor.tell(near, replicate(near, keys_of("a", 2)[1:], alive))
     eventually(lambda: stats(here)["replicated_blocks"] == 1, "the one good order is obeyed")
     assert served(here, keys_of("a", 2)) == keys_of("a", 2)[1:]
+
+
+def test_orders_that_make_no_sense_cost_a_line_each(
+    conductor: Conductor, node: NodePeer, join: Join, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, keys = join(node), keys_of("a", 2)
+    put(client, keys)
+    nowhere = replace(node, id=PartId("node-9"), data_address="nowhere")
+    conductor.tell(node, replicate(node, keys_of("b", 1), nowhere))
+    conductor.tell(node, replicate(node, [BlockKey(b"short")], nowhere))
+    conductor.tell(node, Demote(node, SPACE, (BlockKey(b""),)))
+    conductor.tell(node, ReserveRoom(node, RequestId("r"), 1, GATEWAY, SPACE, (BlockKey(b"short"),), 0, 5.0))
+    conductor.tell(node, ReleaseRoom(node, RequestId(""), -1))
+    conductor.tell(node, Located(1 << 40, (node,), 1, b"\xff"))
+    eventually(lambda: client.stats().result(SECONDS)["orders_waiting"] == 0, "all orders are carried out")
+    with client.lease(SPACE, keys).result(SECONDS) as lease:
+        assert [bytes(view) for view in lease.views] == [bytes(bytes_of(key)) for key in keys]
+    assert all(record.exc_info is None for record in caplog.records)
 
 
 def test_orders_beyond_the_bound_are_lost() -> None:

@@ -14,6 +14,7 @@ import zmq
 
 from moonpool.core.events import Lost
 from moonpool.core.vocabulary import Incarnation, PartId, Peer
+from moonpool.errors import PeerUnavailableError
 from moonpool.wire.codec import MAX_MESSAGE_BYTES
 from moonpool.wire.link import Link
 from moonpool.wire.messages import Envelope
@@ -72,6 +73,7 @@ NONSENSE = {
     "half a message": msgspec.msgpack.encode({"sender": {"id": "x"}}),
     "another type": msgspec.msgpack.encode([1, 2, 3]),
     "deeply nested": b"\x91" * 2000,
+    "deeply nested in a field that no message has": b"\x81\xa1z" + b"\x91" * 100_000 + b"\xc0",
     "a list that says it has four billion": b"\xdd\xff\xff\xff\xff",
     "text that says it has four billion": b"\xdb\xff\xff\xff\xff" + b"a" * 10,
 }
@@ -94,6 +96,27 @@ def test_a_message_that_is_none_costs_one_line(junk: bytes, caplog: pytest.LogCa
                         break
                     await asyncio.sleep(0.005)
             assert mine.dropped == 1
+        finally:
+            mine.close()
+            theirs.close()
+
+    asyncio.run(run())
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
+
+
+@pytest.mark.parametrize("address", ["", "x", "\0", "tcp://", "tcp://127.0.0.1", "ipc:///tmp/x"])
+def test_a_peer_that_says_wrongly_where_it_is_cannot_be_reached_and_harms_nobody(
+    address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        mine, theirs = (Link(PartId(f"part-{i}"), "127.0.0.1", 0, None) for i in range(2))
+        try:
+            nowhere = Peer(PartId("nowhere"), Incarnation("i"), address)
+            mine.post(nowhere, lost(1))
+            with pytest.raises(PeerUnavailableError, match="no address of a peer"):
+                await mine.send(nowhere, lost(1))
+            await mine.send(theirs.me, lost(2))
+            assert (await receive(theirs)).body == lost(2)
         finally:
             mine.close()
             theirs.close()

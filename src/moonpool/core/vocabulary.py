@@ -24,6 +24,7 @@ KeySpaceId = NewType("KeySpaceId", str)
 """Hex id of the root that all block keys of one model, dtype and layout share."""
 
 BLOCK_KEY_BYTES = 16
+MAX_ID_CHARS = 256
 
 
 class PartKind(enum.Enum):
@@ -55,13 +56,14 @@ class KeySpace(Struct, frozen=True):
     """How the blocks of one model look to the pool: `runs` runs of `run_bytes` bytes, one run a layer.
 
     A run holds `block_tokens` tokens as `[k, v][token][kv_head][head_dim]`; a partial tail of t tokens
-    has the same shape with t tokens, so its runs are `tail_run_bytes(t)` long.
+    has the same shape with t tokens, so its runs are `tail_run_bytes(t)` long. What comes from elsewhere is held to
+    the limits when it is decoded.
     """
 
-    id: KeySpaceId
-    block_tokens: int
-    runs: int
-    run_bytes: int
+    id: Annotated[KeySpaceId, Meta(max_length=MAX_ID_CHARS)]
+    block_tokens: Annotated[int, Meta(ge=1, le=1 << 32)]
+    runs: Annotated[int, Meta(ge=1, le=1 << 16)]
+    run_bytes: Annotated[int, Meta(ge=1, le=1 << 40)]
 
     @property
     def block_bytes(self) -> int:

@@ -19,9 +19,10 @@ from msgspec import Meta, Struct
 
 from moonpool.core.vocabulary import BlockKey, KeySpaceId, RequestId
 from moonpool.errors import TransferError
-from moonpool.messenger.questions import Checksums, GetBlocks, Given, PutBlocks, Question, Reply
+from moonpool.messenger.questions import Checksums, GetBlocks, Given, PutBlocks, Question, Reply, TimeLeft
 from moonpool.messenger.seal import seal, unseal
-from moonpool.messenger.transfer import TAIL, Bytes, checksum
+from moonpool.messenger.transfer import TAIL, Bytes, Checksum, checksum
+from moonpool.wire.codec import decoded
 
 MAX_HEADER_BYTES = 16 << 20
 PIECE_BYTES = 4 << 20
@@ -58,12 +59,12 @@ class Arriving(Struct, frozen=True, array_like=True):
     first_run: Count
     runs: Annotated[int, Meta(ge=1, le=1 << 20)]
     nbytes: Annotated[int, Meta(ge=0, le=1 << 40)]
-    checksums: tuple[int, ...]
+    checksums: tuple[Checksum, ...]
 
 
 class Write(Struct, frozen=True, tag=True):
     writes: tuple[Arriving, ...]
-    time_left: float
+    time_left: TimeLeft
 
 
 class Read(Struct, frozen=True, tag=True):
@@ -71,7 +72,7 @@ class Read(Struct, frozen=True, tag=True):
 
     space: KeySpaceId
     keys: tuple[BlockKey, ...]
-    time_left: float
+    time_left: TimeLeft
     first_byte: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
     nbytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
     """0: to the end of the block. A part that reaches beyond the block is cut off there."""
@@ -89,7 +90,7 @@ class Blocks(Struct, frozen=True, tag=True):
     count: Count
     block_bytes: Annotated[int, Meta(ge=0, le=1 << 40)]
     """Of a whole block."""
-    checksums: tuple[int, ...]
+    checksums: tuple[Checksum, ...]
     """Of all runs of each block, whatever part was wanted: equal ones mean the same copy of a block that is read in
     several parts."""
 
@@ -228,7 +229,7 @@ class Channel:
         data = bytearray(length)
         self._receive_all(memoryview(data), until)
         try:
-            return _decoder.decode(unseal(data))
+            return decoded(_decoder, unseal(data))
         except msgspec.MsgspecError as e:
             raise TransferError(f"unreadable frame of {length} bytes: {e}") from None
 

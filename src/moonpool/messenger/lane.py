@@ -75,6 +75,8 @@ class Lane:
         host, _, port = self._address.rpartition(":")
         try:
             sock = socket.create_connection((host.strip("[]"), int(port)), seconds)
+        except (ValueError, OverflowError):
+            raise TransferError(f"{self._address!r} is no data address, which is host:port") from None
         except TimeoutError:
             if time.monotonic() >= until:
                 raise

@@ -23,6 +23,8 @@ from moonpool.core.vocabulary import (
 from moonpool.errors import PoolError
 
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+TimeLeft = Annotated[float, Meta(ge=-1e9, le=1e9)]
+"""Below 0: the deadline has passed."""
 
 NO: Final = 0
 YES: Final = 1

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from msgspec import Meta
 
 from moonpool.core.vocabulary import BlockKey, BlockMeta, KeySpaceId, RequestId
 from moonpool.messenger.questions import GetBlocks, PutBlocks, Question, Reply
+
+Checksum = Annotated[int, Meta(ge=0)]
+"""xxh3-64 of a run. (No more than u64 fits into a message.)"""
 
 Bytes = npt.NDArray[np.uint8]
 """One-dimensional and contiguous."""

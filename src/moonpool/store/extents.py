@@ -50,7 +50,12 @@ class Extents:
         return self.capacity - self.used
 
     def allocate(self, nbytes: int) -> int | None:
-        """The offset of an extent of at least `nbytes` > 0, or None where no free extent is long enough."""
+        """The offset of an extent of at least `nbytes`, or None where no free extent is long enough.
+
+        Raises ValueError for less than a byte: two such extents would lie in one place.
+        """
+        if nbytes < 1:
+            raise ValueError(f"an extent of {nbytes} bytes")
         size = page_aligned(nbytes)
         position = bisect_left(self._sizes, size)
         if position == len(self._sizes):

@@ -25,6 +25,7 @@ from msgspec import Struct
 from moonpool.core.vocabulary import BLOCK_KEY_BYTES, BlockKey, KeySpace
 from moonpool.store.blocks import Name
 from moonpool.store.extents import PAGE_BYTES, page_aligned
+from moonpool.wire.codec import decoded
 
 VERSION = 1
 MAX_RECORD_BYTES = 1 << 20
@@ -181,7 +182,7 @@ def _record_at(data: bytes, position: int) -> tuple[_Record | None, int]:
     if xxhash.xxh3_64_intdigest(payload) != digest:
         return None, position
     try:
-        return _decoder.decode(payload), end
+        return decoded(_decoder, payload), end
     except msgspec.MsgspecError:
         return None, position
 

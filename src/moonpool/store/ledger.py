@@ -476,6 +476,11 @@ class Ledger:
             )
         if not 0 <= tail_tokens < space.block_tokens:
             raise PoolError(f"a tail has 0 to {space.block_tokens - 1} tokens, not {tail_tokens}")
+        if tail_tokens and space.run_bytes % space.block_tokens:
+            raise PoolError(
+                f"key space {space.id} has no tails: its runs of {space.run_bytes} bytes are no {space.block_tokens} "
+                "tokens of equal size"
+            )
 
     def _check_quota(self, client: ClientId, blocks: Sequence[Block]) -> None:
         quota = self._quotas.get(client)

@@ -14,8 +14,9 @@ from msgspec import Meta, Struct
 
 from moonpool.core.vocabulary import BlockKey, BlockMeta, Incarnation, KeySpace, KeySpaceId, NodePeer, PartId, RequestId
 from moonpool.errors import PoolError
-from moonpool.messenger.questions import Question, Reply, Seconds
-from moonpool.messenger.transfer import TAIL
+from moonpool.messenger.questions import Question, Reply, Seconds, TimeLeft
+from moonpool.messenger.transfer import TAIL, Checksum
+from moonpool.wire.codec import decoded
 
 PROTOCOL = 1
 MAX_FRAME_BYTES = 16 << 20
@@ -44,7 +45,7 @@ class FetchBlocks(Struct, frozen=True, tag=True):
     source: NodePeer
     space: KeySpace
     keys: tuple[BlockKey, ...]
-    time_left: float
+    time_left: TimeLeft
 
 
 class OpenRoom(Struct, frozen=True, tag=True):
@@ -65,7 +66,7 @@ class Complete(Struct, frozen=True, tag=True):
 
     room: int
     runs: tuple[Run, ...]
-    checksums: tuple[int, ...]
+    checksums: tuple[Checksum, ...]
 
 
 class AwaitRoom(Struct, frozen=True, tag=True):
@@ -290,7 +291,7 @@ class Frames(Generic[M]):
             if len(self._data) < end:
                 break
             try:
-                messages.append(self._decoder.decode(self._data[start + _LENGTH.size : end]))
+                messages.append(decoded(self._decoder, self._data[start + _LENGTH.size : end]))
             except msgspec.MsgspecError as e:
                 raise PoolError(f"unreadable frame of {length} bytes: {e}") from None
             start = end

@@ -259,8 +259,12 @@ class _Node:
         self.membership.on_joined = self.ledger.ask_snapshot
         while True:
             envelope = await self._link.receive()
-            if not self.membership.heard(envelope):
-                self._handle(envelope)
+            try:
+                if not self.membership.heard(envelope):
+                    self._handle(envelope)
+            except Exception:
+                # One message's trouble must not cost all that is in DRAM.
+                log.exception("%s of %s failed", type(envelope.body).__name__, envelope.sender.id)
 
     def _handle(self, envelope: Envelope) -> None:
         match envelope.body:

@@ -54,6 +54,9 @@ class Orders:
                         await self._drop(order)
             except PoolError as e:
                 log.warning("%s of %d blocks refused: %s", type(order).__name__, len(order.keys), e)
+            except Exception:
+                # The others wait behind it.
+                log.exception("%s of %d blocks failed", type(order).__name__, len(order.keys))
 
     def counters(self) -> dict[str, float]:
         """Since the start; `orders_waiting` now."""

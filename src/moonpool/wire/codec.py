@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 
 from moonpool.wire.messages import Envelope
+
+T = TypeVar("T")
 
 MAX_MESSAGE_BYTES = 16 << 20
 
@@ -17,4 +21,13 @@ def encode(envelope: Envelope) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Envelope:
-    return _decoder.decode(data)
+    return decoded(_decoder, data)
+
+
+def decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes | bytearray | memoryview) -> T:
+    """What these bytes are; whatever is wrong with them is a `msgspec.MsgspecError`."""
+    try:
+        return decoder.decode(data)
+    except RecursionError:
+        # A field that no message has is skipped level by level, however many it has.
+        raise msgspec.DecodeError("nested too deeply") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -56,12 +57,16 @@ class Link:
         self.me = Peer(part, Incarnation(secrets.token_hex(8)), address)
 
     async def send(self, to: Peer, body: Message) -> None:
-        """Hand a message to the peer's connection. Raises PeerUnavailableError after SEND_SECONDS."""
+        """Hand a message to the peer's connection. Raises PeerUnavailableError, after SEND_SECONDS at the latest."""
         await self._outbox(to.address).put(self._encode(to, body))
 
     def post(self, to: Peer, body: Message) -> None:
         """Send in the background; a peer that cannot be reached is logged: for messages whose loss is an answer."""
-        self._outbox(to.address).put_later(self._encode(to, body), type(body).__name__)
+        name = type(body).__name__
+        try:
+            self._outbox(to.address).put_later(self._encode(to, body), name)
+        except PeerUnavailableError as e:
+            log.warning("%s not delivered: %s", name, e)
 
     async def receive(self) -> Envelope:
         while True:
@@ -101,6 +106,7 @@ class _Outbox:
     """A PUSH socket to one peer and the order of what goes through it."""
 
     def __init__(self, context: zmq.asyncio.Context, address: str, token: str | None) -> None:
+        """Raises PeerUnavailableError for what is no address."""
         self._address = address
         self._socket = context.socket(zmq.PUSH)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -109,7 +115,14 @@ class _Outbox:
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         secure_client(self._socket, token)
-        self._socket.connect(address)
+        try:
+            if not address.startswith("tcp://"):
+                raise zmq.ZMQError(errno.EPROTONOSUPPORT)
+            self._socket.connect(address)
+        except (zmq.ZMQError, ValueError):
+            # Peers say where they are, and who says it wrongly must not end this process.
+            self._socket.close(linger=0)
+            raise PeerUnavailableError(f"{address!r} is no address of a peer, which is tcp://host:port") from None
         self._lock = asyncio.Lock()
         self._waiting: set[asyncio.Task[None]] = set()
 
