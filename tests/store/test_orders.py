@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from moonpool.core.actions import Demote, DropReplica, ReleaseRoom, Replicate, ReserveRoom
-from moonpool.core.events import BlocksRemoved, BlocksStored, Snapshot
+from moonpool.core.actions import Demote, DropReplica, ReleaseRoom, Replicate
+from moonpool.core.events import BlocksRemoved, BlocksStored, RoomRefused, Snapshot
 from moonpool.core.vocabulary import BlockKey, Incarnation, NodePeer, PartId, RequestId
 from moonpool.store.client import NodeClient
 from moonpool.store.orders import MAX_WAITING, Orders
 from moonpool.wire.messages import Located
 
-from .kit import BLOCK, GATEWAY, SECONDS, SPACE, Conductor, bytes_of, eventually, keys_of, put
+from .kit import BLOCK, SECONDS, SPACE, Conductor, bytes_of, eventually, keys_of, put
 from .test_ssd import directory_of, ssd, stats
 
 Join = Callable[..., NodeClient]
@@ -37,6 +37,12 @@ def served(client: NodeClient, keys: list[BlockKey]) -> list[BlockKey]:
                 assert np.array_equal(lease.views[0], bytes_of(key))
                 found.append(key)
     return found
+
+
+def all_heard(conductor: Conductor, node: NodePeer) -> None:
+    """What was told before is with the node."""
+    conductor.reserve(node, "after", [])
+    conductor.release(node, "after")
 
 
 def known(conductor: Conductor, node: NodePeer) -> set[BlockKey]:
@@ -103,10 +109,11 @@ def test_orders_that_make_no_sense_cost_a_line_each(
     conductor.tell(node, replicate(node, keys_of("b", 1), nowhere))
     conductor.tell(node, replicate(node, [BlockKey(b"short")], nowhere))
     conductor.tell(node, Demote(node, SPACE, (BlockKey(b""),)))
-    conductor.tell(node, ReserveRoom(node, RequestId("r"), 1, GATEWAY, SPACE, (BlockKey(b"short"),), 0, 5.0))
+    assert isinstance(conductor.reserve(node, "r", [BlockKey(b"short")]), RoomRefused)
     conductor.tell(node, ReleaseRoom(node, RequestId(""), -1))
     conductor.tell(node, Located(1 << 40, (node,), 1, b"\xff"))
-    eventually(lambda: client.stats().result(SECONDS)["orders_waiting"] == 0, "all orders are carried out")
+    all_heard(conductor, node)
+    eventually(lambda: stats(client)["orders_waiting"] == 0, "all orders are carried out")
     with client.lease(SPACE, keys).result(SECONDS) as lease:
         assert [bytes(view) for view in lease.views] == [bytes(bytes_of(key)) for key in keys]
     assert all(record.exc_info is None for record in caplog.records)
@@ -129,6 +136,7 @@ def test_demoted_blocks_leave_dram_and_are_hit_on_the_ssd(conductor: Conductor, 
     with client.lease(SPACE, keys[:2]).result(SECONDS):
         for _ in range(2):
             conductor.tell(node, Demote(node, SPACE, (*keys, *keys_of("nobody", 1))))
+        all_heard(conductor, node)
         eventually(lambda: stats(client)["blocks"] == 2, "all but the leased ones leave DRAM")
     now = stats(client)
     assert (now["ssd_blocks"], now["demotions"], now["evictions"]) == (4, 4, 4)
