@@ -27,6 +27,7 @@ from moonpool.core.vocabulary import (
     RequestId,
 )
 
+_UNLIMITED = 1 << 62
 EXPECTED_SECONDS = 60.0
 """A part that was there this recently is expected back; so is every part of a cluster that just started."""
 
@@ -71,6 +72,8 @@ class PrefillLoad:
     part: Part
     space: KeySpace
     cost: PrefillCost
+    longest: int
+    """Tokens of the longest sequence, prompt and output, that it takes when it has nothing else to do."""
     queue: dict[RequestId, float] = field(default_factory=dict)
     """Estimated seconds of computing, in order of placement."""
     coming: Coming = field(default_factory=Coming)
@@ -187,6 +190,8 @@ class DecodeLoad:
     part: Part
     space: KeySpace
     cost: DecodeCost
+    longest: int
+    """As in `PrefillLoad`."""
     assigned: dict[RequestId, Share] = field(default_factory=dict)
     """Changed by `assign`, `join` and `remove` only, which keep the sums over it."""
     ahead: Ahead = field(default_factory=Ahead)
@@ -351,9 +356,9 @@ class Fleet:
         peer = event.peer
         part = Part(event, now, Reported(peer.id, peer.incarnation, pages_free=event.capacity.pages))
         if event.kind.prefills:
-            self.prefill[peer.id] = PrefillLoad(part, _space_of(event), prefill)
+            self.prefill[peer.id] = PrefillLoad(part, _space_of(event), prefill, _takes(event))
         if event.kind.decodes:
-            self.decode[peer.id] = DecodeLoad(part, _space_of(event), decode)
+            self.decode[peer.id] = DecodeLoad(part, _space_of(event), decode, _takes(event))
         if event.kind is PartKind.NODE:
             self.nodes[peer.id] = NodeLoad(part)
         self.coupled += event.kind is PartKind.COUPLED
@@ -364,6 +369,9 @@ class Fleet:
     def update(self, part: Part, event: Registered) -> None:
         """The same process registers again; its capacity or addresses may have changed, or it has found its node."""
         part.register(event)
+        for load in (self.prefill.get(part.id), self.decode.get(part.id)):
+            if load is not None:
+                load.longest = _takes(event)
         self._changed()
 
     def remove(self, id_: PartId, now: float) -> Part:
@@ -456,6 +464,12 @@ class Fleet:
         for node in self.nodes.values():
             assert all(n >= 0 for n in node.rooms.values())
             assert node.room_bytes == sum(node.rooms.values())
+
+
+def _takes(event: Registered) -> int:
+    """Tokens; a capacity of 0 pages or context is unknown."""
+    pages = event.capacity.pages * _space_of(event).block_tokens
+    return min(event.capacity.context_tokens or _UNLIMITED, pages or _UNLIMITED)
 
 
 def _longest(load: PrefillLoad | DecodeLoad) -> int:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from moonpool.core.choice import Choice, DecodeOption, FetchPlan, PrefillOption, View, Wanted, chosen
-from moonpool.core.cost import TransferCost
 from moonpool.core.vocabulary import PartId
 
 INFINITE = float("inf")
@@ -42,8 +41,25 @@ class _Way(NamedTuple):
     ttft_seconds: float
     hit: int
     prefill: PrefillOption
-    fetch: FetchPlan | None
+    source: PartId | None
+    """Of a fetch, from the first block that is not resident up to `hit`."""
     fetch_seconds: float
+
+
+class _Terms(NamedTuple):
+    """What all instances have in common."""
+
+    tokens: int
+    size: int
+    """Tokens of a block."""
+    limit: int
+    """Blocks that may be taken as cached."""
+    block: float
+    """Seconds of one block on the way."""
+    reading: float
+    """And from an SSD before."""
+    latency: float
+    waits: dict[PartId, float]
 
 
 def place_kvcache_centric(view: View, wanted: Wanted) -> Choice:
@@ -52,10 +68,12 @@ def place_kvcache_centric(view: View, wanted: Wanted) -> Choice:
     The decode instance is the one with the shortest predicted step, a pause before the second token added where its
     node lacks so much that the KV comes later than it is computed. One predicted beyond the TBT limit is avoided.
     """
-    limit = wanted.hit_limit
-    reaches = _reaches(view, wanted, limit)
+    tokens, size, limit, nbytes = wanted.tokens, wanted.block_tokens, wanted.hit_limit, wanted.block_bytes
+    transfer = view.transfer
+    moving, reading = nbytes / transfer.bytes_per_second, nbytes / transfer.ssd_bytes_per_second
+    terms = _Terms(tokens, size, limit, moving, reading, transfer.latency, view.link_waits)
+    reaches = _reaches(view, terms)
     longest = reaches[0].end if reaches else 0
-    tokens, size = wanted.tokens, wanted.block_tokens
     ways: list[_Way] = []
     bar = INFINITE
     for option in view.prefill:
@@ -64,26 +82,29 @@ def place_kvcache_centric(view: View, wanted: Wanted) -> Choice:
             continue
         most = min(held, limit) if held > longest else longest
         if queue + option.cost.seconds(tokens, most * size) <= bar:
-            way = _way(option, view, wanted, reaches, limit)
+            way = _way(option, terms, reaches)
             ways.append(way)
             bar = min(bar, way.ttft_seconds * (1.0 + NEAR))
     best = min([way for way in ways if way.ttft_seconds <= bar])
     decode = _decode_for(best, view, wanted)
+    fetch = None
+    if best.source is not None:
+        resident = best.prefill.resident_blocks
+        fetch = FetchPlan(best.source, resident, best.hit - resident)
     seconds = best.compute_seconds, best.ttft_seconds
-    return chosen(best.prefill, decode, best.hit, seconds, best.fetch, best.fetch_seconds)
+    return chosen(best.prefill, decode, best.hit, seconds, fetch, best.fetch_seconds)
 
 
-def _reaches(view: View, wanted: Wanted, limit: int) -> list[_Reach]:
+def _reaches(view: View, terms: _Terms) -> list[_Reach]:
     """Longest first; each further one is shorter and its blocks come sooner."""
     found: list[_Reach] = []
-    least, waits, slow = INFINITE, view.link_waits, view.slow
-    reading = wanted.block_bytes / view.transfer.ssd_bytes_per_second
+    least, waits, slow = INFINITE, terms.waits, view.slow
     for node, blocks in view.held.items():
         wait, slow_blocks = waits.get(node, 0.0), slow.get(node, 0)
-        delay = wait + slow_blocks * reading
+        delay = wait + slow_blocks * terms.reading
         if delay < least:
             least = delay
-            end = min(blocks, limit)
+            end = min(blocks, terms.limit)
             if found and found[-1].end == end:
                 found.pop()
             found.append(_Reach(node, end, min(blocks - slow_blocks, end), wait))
@@ -92,43 +113,48 @@ def _reaches(view: View, wanted: Wanted, limit: int) -> list[_Reach]:
     return found
 
 
-def _way(option: PrefillOption, view: View, wanted: Wanted, reaches: list[_Reach], limit: int) -> _Way:
+def _way(option: PrefillOption, terms: _Terms, reaches: list[_Reach]) -> _Way:
     """The quickest at this instance."""
-    tokens, size = wanted.tokens, wanted.block_tokens
-    queue, cost = option.queue_seconds, option.cost
-    held, resident = min(option.held_blocks, limit), min(option.resident_blocks, limit)
-    hit = held
+    tokens, size, limit, _, reading, latency, waits = terms
+    queue, cost, held, resident = option.queue_seconds, option.cost, option.held_blocks, option.resident_blocks
+    if held > limit:
+        held, resident = limit, min(resident, limit)
+    hit, source, fetched = held, None, 0.0
     compute = cost.seconds(tokens, hit * size)
-    own = option.slow_blocks * wanted.block_bytes / view.transfer.ssd_bytes_per_second if option.slow_blocks else 0.0
-    ttft, fetch, fetched = max(queue, own) + compute, None, 0.0
+    own = option.slow_blocks * reading
+    ttft = (queue if queue > own else own) + compute
+    sink_wait = waits.get(option.node, 0.0) if waits else 0.0
     for reach in reaches:
         if reach.end <= held:
             break
-        sink_wait = view.link_waits.get(option.node, 0.0) if view.link_waits else 0.0
-        wait = max(reach.wait, sink_wait) + view.transfer.latency
-        for end in _ends(reach, resident, queue - wait, view.transfer, wanted):
-            arrival = max(wait + _moving(reach, resident, end, view.transfer, wanted.block_bytes), own)
+        wait = (reach.wait if reach.wait > sink_wait else sink_wait) + latency
+        for end in _ends(reach, resident, queue - wait, terms):
+            arrival = wait + _moving(reach, resident, end, terms)
+            if arrival < own:
+                arrival = own
             less = cost.seconds(tokens, end * size)
-            if max(queue, arrival) + less < ttft:
-                ttft, compute, hit, fetched = max(queue, arrival) + less, less, end, arrival
-                fetch = FetchPlan(reach.node, resident, end - resident)
-    return _Way(compute, option.placed, option.id, ttft, hit, option, fetch, fetched)
+            begins = queue if queue > arrival else arrival
+            if begins + less < ttft:
+                ttft, compute, hit, source, fetched = begins + less, less, end, reach.node, arrival
+    return _Way(compute, option.placed, option.id, ttft, hit, option, source, fetched)
 
 
-def _ends(reach: _Reach, first: int, spare: float, transfer: TransferCost, wanted: Wanted) -> tuple[int, ...]:
+def _ends(reach: _Reach, first: int, spare: float, terms: _Terms) -> tuple[int, ...]:
     """Where a fetch from block `first` on may best end: all, or what comes within `spare` seconds, or one more."""
-    moving = _moving(reach, first, reach.end, transfer, wanted.block_bytes)
-    if moving <= spare:
+    if _moving(reach, first, reach.end, terms) <= spare:
         return (reach.end,)
-    block = wanted.block_bytes / transfer.bytes_per_second
-    free = min(first + int(spare / block), reach.fast) if spare > 0.0 else first
+    free = min(first + int(spare / terms.block), reach.fast) if spare > 0.0 else first
+    if free >= reach.end:
+        return (reach.end,)
     return tuple([end for end in (free, free + 1) if first < end < reach.end] + [reach.end])
 
 
-def _moving(reach: _Reach, first: int, end: int, transfer: TransferCost, block_bytes: int) -> float:
+def _moving(reach: _Reach, first: int, end: int, terms: _Terms) -> float:
     """Seconds on the way of blocks `first .. end`, those on SSD read before."""
-    slow = max(end - max(reach.fast, first), 0)
-    return (end - first) * block_bytes / transfer.bytes_per_second + slow * block_bytes / transfer.ssd_bytes_per_second
+    seconds = (end - first) * terms.block
+    if end > reach.fast:
+        seconds += (end - max(reach.fast, first)) * terms.reading
+    return seconds
 
 
 def _decode_for(way: _Way, view: View, wanted: Wanted) -> DecodeOption:

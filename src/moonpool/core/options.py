@@ -52,8 +52,9 @@ def options_for(
         return absent
     spaces = {load.space.id: load.space for load in prefill} | {load.space.id: load.space for load in decode}
     needs = {id_: _Needs.of(request, space, config.output_share) for id_, space in spaces.items()}
-    able_prefill = [p for p in prefill if _fits(p, needs[p.space.id])]
-    able_decode = [d for d in decode if _fits(d, needs[d.space.id])]
+    total = request.total_tokens
+    able_prefill = [p for p in prefill if p.longest >= total]
+    able_decode = [d for d in decode if d.longest >= total]
     nodes = fleet.nodes
     if not able_prefill or not any(
         nodes[d.part.node_id].part.capacity.dram_bytes >= needs[d.space.id].all_bytes for d in able_decode
@@ -103,9 +104,6 @@ def _coupled(prefill: list[PrefillLoad], decode: list[DecodeLoad]) -> tuple[list
 class _Needs(NamedTuple):
     """What a request takes in one key space."""
 
-    tokens: int
-    """Prompt and output to come."""
-    pages: int
     booked_pages: int
     room_bytes: int
     all_bytes: int
@@ -113,13 +111,10 @@ class _Needs(NamedTuple):
 
     @classmethod
     def of(cls, request: Request, space: KeySpace, output_share: float) -> _Needs:
-        total = request.total_tokens
         return cls(
-            total,
-            pages_for(total, space.block_tokens),
             booked_pages(request, space, output_share),
             room_bytes(space, request.arrived.prompt_tokens),
-            room_bytes(space, total),
+            room_bytes(space, request.total_tokens),
         )
 
 
@@ -192,12 +187,6 @@ def _has_slot(load: PrefillLoad, request: Request) -> bool:
     return load.has_slot(kept(request.sooner, load.taken))
 
 
-def _fits(load: PrefillLoad | DecodeLoad, needs: _Needs) -> bool:
-    """Alone, in an empty engine."""
-    capacity = load.part.capacity
-    return needs.pages <= (capacity.pages or _UNLIMITED) and needs.tokens <= (capacity.context_tokens or _UNLIMITED)
-
-
 def _options(
     request: Request,
     space: KeySpace,
@@ -248,20 +237,22 @@ def _prefill_options(
     own = 1.0 - sum([c.share for c in request.sooner])
     options = []
     for load in loads:
-        part, coming = load.part, load.coming
-        resident = held.get(part.node_id, 0)
-        end, producer = coming.extend(keys, resident) if resident < count else (resident, None)
+        part, coming, queue = load.part, load.coming, load.queue
+        resident = end = held.get(part.node_id, 0)
+        producer = None
+        if queue and resident < count:
+            end, producer = coming.extend(keys, resident)
         options.append(
             PrefillOption(
                 part.id,
                 part.node_id,
-                load.seconds_before(rank, now) / own,
+                load.seconds_before(rank, now) / own if queue else 0.0,
                 end,
                 load.cost,
                 resident,
                 slow.get(part.node_id, 0) if slow else 0,
                 producer,
-                len(load.queue),
+                len(queue),
                 coming.tokens,
                 load.placed,
             )
