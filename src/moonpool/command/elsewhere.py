@@ -1,7 +1,7 @@
 """Simulated runs in a process of their own: `python -m moonpool.command.elsewhere`, frames in and out.
 
 A frame is a length of four bytes, little-endian, and as many bytes of msgpack: `Task`s in; for each, any number of
-`Said` out, the last of which has a run or an error. It ends when its input does.
+`Said` out, the last of which has a run, a trial or an error. It ends when its input does.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from itertools import islice
 from typing import IO
 
 import msgspec
@@ -20,6 +21,7 @@ from moonpool.report.run import Run
 from moonpool.sim.cluster import Setup
 from moonpool.sim.coupled_cluster import CoupledSetup, run_coupled
 from moonpool.sim.run import run
+from moonpool.sim.trial import Goal, Trial, try_out
 
 COMMAND = (sys.executable, "-P", "-m", "moonpool.command.elsewhere")
 MOST_FRAME_BYTES = 1 << 28
@@ -33,12 +35,17 @@ class Task(msgspec.Struct, frozen=True):
     setup: Setup | CoupledSetup
     speed: float | None = None
     """None: the workload's own."""
+    first: int | None = None
+    """Only so many requests."""
+    goal: Goal | None = None
+    """It only has to become certain whether this is reached: a trial comes of it, and no run."""
 
 
 class Said(msgspec.Struct, frozen=True):
     over: int = 0
     """Requests, so far."""
     run: Run | None = None
+    trial: Trial | None = None
     seconds: float = 0.0
     """That the run took."""
     error: str = ""
@@ -55,8 +62,11 @@ class Runner:
         key = task.workload, task.setup.profile.block_tokens
         if key not in self._traffic:
             self._traffic[key] = Traffic(*key)
-        requests = list(self._traffic[key].requests(task.speed, task.setup.seed))
+        requests = list(islice(self._traffic[key].requests(task.speed, task.setup.seed), task.first))
         began = time.perf_counter()
+        if task.goal is not None:
+            trial = try_out(task.setup, requests, task.goal, on_progress)
+            return Said(len(requests), trial=trial, seconds=time.perf_counter() - began)
         if isinstance(task.setup, CoupledSetup):
             done = run_coupled(task.name, task.setup, requests, on_progress)
         else:

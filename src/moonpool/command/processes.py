@@ -18,39 +18,62 @@ Progress = Callable[[int, int], None]
 
 
 def run_all(tasks: Sequence[Task], jobs: int, on_progress: Progress = lambda task, over: None) -> list[Said]:
-    """Each with its `run`, by up to `jobs` processes; one alone runs in this process.
+    """As `Runners.run`, of which there is one call only."""
+    with Runners(jobs) as runners:
+        return runners.run(tasks, on_progress)
 
-    `on_progress` is called by several threads. Raises ConfigError, TraceError or MoonpoolError.
-    """
-    jobs = min(jobs, len(tasks))
-    if jobs <= 1:
-        runner = Runner()
-        return [runner.perform(task, _of_task(at, on_progress)) for at, task in enumerate(tasks)]
-    waiting = deque(enumerate(tasks))
-    answers: dict[int, Said] = {}
-    processes = [subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(jobs)]
 
-    def work(process: subprocess.Popen[bytes]) -> None:
-        while True:
-            try:
-                at, task = waiting.popleft()
-            except IndexError:
-                return
-            answers[at] = _ask(process, task, _of_task(at, on_progress))
+class Runners:
+    """Processes that take tasks until it is left, so that each reads a trace once; they start when they are needed."""
 
-    try:
+    def __init__(self, jobs: int) -> None:
+        self._jobs = jobs
+        self._here = Runner()
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Runners:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            _close(process)
+        self._processes.clear()
+
+    def run(self, tasks: Sequence[Task], on_progress: Progress = lambda task, over: None) -> list[Said]:
+        """Each with what it asks for, by up to `jobs` processes; one alone runs in this process.
+
+        `on_progress` is called by several threads. Raises ConfigError, TraceError or MoonpoolError, after which there
+        is nothing to do but to leave.
+        """
+        jobs = min(self._jobs, len(tasks))
+        if jobs <= 1:
+            return [self._here.perform(task, _of_task(at, on_progress)) for at, task in enumerate(tasks)]
+        while len(self._processes) < jobs:
+            self._processes.append(subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        waiting = deque(enumerate(tasks))
+        answers: dict[int, Said] = {}
+
+        def work(process: subprocess.Popen[bytes]) -> None:
+            while True:
+                try:
+                    at, task = waiting.popleft()
+                except IndexError:
+                    return
+                answers[at] = _ask(process, task, _of_task(at, on_progress))
+
         with ThreadPoolExecutor(jobs) as threads:
             try:
-                for working in [threads.submit(work, process) for process in processes]:
+                for working in [threads.submit(work, process) for process in self._processes[:jobs]]:
                     working.result()
-            finally:
+            except BaseException:
                 waiting.clear()
-                for process in processes:
+                # Whoever waits for an answer gets the end of its pipe.
+                for process in self._processes:
                     process.kill()
-    finally:
-        for process in processes:
-            _close(process)
-    return [answers[at] for at in range(len(tasks))]
+                raise
+        return [answers[at] for at in range(len(tasks))]
 
 
 def _ask(process: subprocess.Popen[bytes], task: Task, on_progress: Callable[[int], None]) -> Said:
@@ -63,7 +86,7 @@ def _ask(process: subprocess.Popen[bytes], task: Task, on_progress: Callable[[in
             if said.error:
                 raise MoonpoolError(f"{task.name}: {said.error}")
             on_progress(said.over)
-            if said.run is not None:
+            if said.run is not None or said.trial is not None:
                 return said
     except (OSError, ValueError, msgspec.MsgspecError) as e:
         raise MoonpoolError(f"{task.name}: the process that simulated it ended: {e} (try --jobs 1)") from None

@@ -82,6 +82,14 @@ class SimDecode:
         return self._instance.running
 
     @property
+    def step_seconds(self) -> float:
+        """Of the batch that runs, as the cost model has it; 0 where none does."""
+        costs, running = self._costs, self._instance.running
+        if not running:
+            return 0.0
+        return costs.fixed + costs.per_request * running + costs.per_context_token * self._instance.context_tokens
+
+    @property
     def preemptions(self) -> int:
         return self._instance.preemptions
 
