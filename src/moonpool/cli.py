@@ -18,7 +18,7 @@ import typer
 
 from moonpool import __version__
 from moonpool.command.flags import admin_key, with_flags
-from moonpool.command.workload import Workload, with_workload
+from moonpool.command.workload import Workload, with_trace, with_workload
 from moonpool.config import Config
 from moonpool.core.vocabulary import PartId, Slo
 from moonpool.errors import ConfigError
@@ -322,6 +322,56 @@ def calibrate(config: Config, token: str | None) -> int:
     from moonpool.command.calibrate import calibrate as run
 
     return run(config, partial(_engine, config))
+
+
+@app.command()
+@with_trace
+def plan(
+    workload: Workload,
+    slo: Annotated[str, typer.Option(metavar="LIMITS", help="ttft=30s,tbt=100ms, or one of them.")],
+    nodes: Annotated[int, typer.Option(min=1, max=4096, help="Machines to divide.")],
+    hardware: Annotated[str, typer.Option(help="A hardware profile, or a YAML file with one.")] = "a800-llama2-70b",
+    pipelines: Annotated[
+        str, typer.Option(help="Prefill machines that may form one instance, with commas between.")
+    ] = "1,2,4",
+    dram: Annotated[
+        str | None,
+        typer.Option(help="Tokens of DRAM a machine to weigh: 750k,3M (default: the hardware's and others)."),
+    ] = None,
+    placement: Annotated[str, typer.Option(help="The policy that it is planned for.")] = "kvcache-centric",
+    admission: Annotated[str, typer.Option(help="The policy that it is planned for.")] = "forecast",
+    seed: Annotated[int, typer.Option(min=0, help="Of what is drawn; the same for every split.")] = 0,
+    exhaustive: Annotated[
+        bool, typer.Option("--exhaustive", help="Then look at every split on the whole trace too, and compare.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the best as YAML for simulate --compare.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one HTML file with charts.")] = None,
+    as_json: AsJson = False,
+    jobs: Annotated[int, typer.Option(min=0, max=64, help="Processes; 0: as many as cores.")] = 0,
+) -> int:
+    """Find the split into prefill and decode machines, and the pipelines, with the highest goodput within limits."""
+    from moonpool.command.plan import make_plan
+    from moonpool.command.planning import Wanted
+
+    wanted = Wanted(
+        workload=workload,
+        slo=slo,
+        nodes=nodes,
+        hardware=hardware,
+        pipelines=pipelines,
+        dram=dram,
+        placement=placement,
+        admission=admission,
+        seed=seed,
+        exhaustive=exhaustive,
+        out=out,
+        html=html,
+        as_json=as_json,
+        jobs=jobs,
+    )
+    return make_plan(wanted)
 
 
 @app.command()

@@ -31,16 +31,20 @@ def test_what_the_file_lacks_is_as_given(tmp_path: Path) -> None:
     assert rules.slo == Slo(5.0, 0.1)
     assert setup.profile == BASE.profile
     assert read_configuration(write(tmp_path, ""), BASE).setup == BASE
+    small = read_configuration(write(tmp_path, "hardware: h100-llama2-70b\ndram-tokens: 2048\n"), BASE).setup.profile
+    assert (small.name, small.dram_tokens) == ("h100-llama2-70b", 2048)
     assert read_configuration(write(tmp_path, "name: other"), BASE).name == "other"
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("placment: random", r"unknown key `placment`; the keys are name, hardware, ttft, tbt, prefill"),
+        ("placment: random", r"unknown key `placment`; the keys are name, hardware, dram-tokens, ttft, tbt, prefill"),
         ("placement: best", r"mine.yaml: .*'best'"),
         ("prefill: 6\npipeline: 4", r"`pipeline` is 4; it must divide the 6 prefill machines"),
         ("pipeline: 0", r"`pipeline` is 0; it must divide"),
+        ("dram-tokens: 100", r"`dram-tokens` is 100; give the tokens .* at least 512"),
+        ("dram-tokens: much", r"`dram-tokens` is much; give the tokens"),
         ("prefill: 0", r"`prefill` is 0; give a number from 1 to 4096"),
         ("threshold: 0.5", r"threshold is 0.5; the least is 1"),
         ("prefill: many", r"Expected `int`, got `str`.*prefill"),

@@ -71,7 +71,7 @@ class Runner:
             done = run_coupled(task.name, task.setup, requests, on_progress)
         else:
             done = run(task.name, task.setup, requests, on_progress)
-        return Said(len(requests), done, time.perf_counter() - began)
+        return Said(len(requests), done, seconds=time.perf_counter() - began)
 
 
 def send(stream: IO[bytes], what: Task | Said) -> None:

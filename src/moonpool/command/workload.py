@@ -102,14 +102,23 @@ def _synthetic(workload: Workload) -> Synthetic | None:
 
 def with_workload(command: Callable[..., int]) -> Callable[..., int]:
     """Replace `command`'s parameter `workload` by the argument FILE and the flags that shape what it holds."""
+    return _with(command, _FLAGS)
 
+
+def with_trace(command: Callable[..., int]) -> Callable[..., int]:
+    """The same with --trace FILE."""
+    named = Annotated[str, typer.Option("--trace", metavar="FILE", help=SOURCE, rich_help_panel=PANEL)]
+    return _with(command, _FLAGS | {"source": (named, inspect.Parameter.empty)})
+
+
+def _with(command: Callable[..., int], flags: dict[str, tuple[object, object]]) -> Callable[..., int]:
     def run(**given: Any) -> int:
-        workload = Workload(**{name: given.pop(name) for name in _FLAGS})
+        workload = Workload(**{name: given.pop(name) for name in flags})
         return command(workload=workload, **given)
 
     own = inspect.signature(command, eval_str=True).parameters.values()
     parameters = [
-        *(_keyword(name, annotation, default) for name, (annotation, default) in _FLAGS.items()),
+        *(_keyword(name, annotation, default) for name, (annotation, default) in flags.items()),
         *(_keyword(p.name, p.annotation, p.default) for p in own if p.name != "workload"),
     ]
     run.__dict__["__signature__"] = inspect.Signature(parameters)

@@ -29,20 +29,28 @@ def page(report: Page) -> str:
     """The whole file. Charts over time show each configuration's first seed. Raises ValueError for no columns."""
     if not report.columns or not all(column.runs for column in report.columns):
         raise ValueError("no run to report on")
-    parts = [
-        f"<h1>{escape(report.title)}</h1>",
-        *(f'<p class="soft">{escape(fact)}</p>' for fact in report.facts),
-        _distributions(report.columns),
-        _buckets(report.columns),
-        *(_over_time(report.columns, *each) for each in OVER_TIME),
-        _figures(report.columns),
+    return document(report.title, report.facts, sections_of(report.columns))
+
+
+def sections_of(columns: Sequence[Column]) -> list[str]:
+    """All that is to be shown of these runs."""
+    return [
+        _distributions(columns),
+        _buckets(columns),
+        *(_over_time(columns, *each) for each in OVER_TIME),
+        _figures(columns),
     ]
+
+
+def document(title: str, facts: Sequence[str], parts: Sequence[str]) -> str:
+    """A whole file of these parts."""
+    head = [f"<h1>{escape(title)}</h1>", *(f'<p class="soft">{escape(fact)}</p>' for fact in facts)]
     style = (resources.files("moonpool.report") / "style.css").read_text()
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(report.title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
-        + "\n".join(part for part in parts if part)
+        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
+        + "\n".join(part for part in (*head, *parts) if part)
         + "\n</body>\n</html>\n"
     )
 
@@ -52,15 +60,15 @@ def page(report: Page) -> str:
 
 def _figures(columns: Sequence[Column]) -> str:
     rows = []
-    for section in sections(columns):
-        for at, row in enumerate(section):
+    for group in sections(columns):
+        for at, row in enumerate(group):
             mark = "" if at else ' class="first"'
             name = escape(row.name).replace("  ", "&emsp;")
             cells = "".join(f"<td>{escape(row.cell(column.runs))}</td>" for column in columns)
             rows.append(f"<tr{mark}><td>{name}</td>{cells}</tr>")
     seeds = len(columns[0].runs)
     note = f"Means over {seeds} seeds, ± half the 95 % interval." if seeds > 1 else ""
-    return _section("Figures", note, _table(columns, rows)) + _differences(columns)
+    return section("Figures", note, _table(columns, rows)) + _differences(columns)
 
 
 def _differences(columns: Sequence[Column]) -> str:
@@ -72,7 +80,7 @@ def _differences(columns: Sequence[Column]) -> str:
         cells = (escape(show_difference(row, found[column.name, row.name])) for column in columns[1:])
         rows.append(f"<tr><td>{escape(row.name)}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     note = "Seed by seed, with the 95 % interval; in brackets what may be chance." if len(columns[0].runs) > 1 else ""
-    return _section(f"Difference from {columns[0].name}", note, _table(columns[1:], rows))
+    return section(f"Difference from {columns[0].name}", note, _table(columns[1:], rows))
 
 
 def _table(columns: Sequence[Column], rows: Sequence[str]) -> str:
@@ -99,7 +107,7 @@ def _distributions(columns: Sequence[Column]) -> str:
     note = (
         "A curve ends at the share of requests that were served at all; left of and above the dotted line they attain."
     )
-    return _section("How long requests wait", note, _names(columns) + _panels(panels))
+    return section("How long requests wait", note, _names(columns) + panels_of(panels))
 
 
 def _distribution(column: Column, colour: int, curve: Curve) -> Line:
@@ -132,7 +140,7 @@ def _buckets(columns: Sequence[Column]) -> str:
         ("Attainment", bar_chart(names, attained, Axes("prompt length (tokens)", "share", y_most=1.0, percent=True))),
     ]
     note = f"Limits: {'; '.join(dict.fromkeys(limits(column.runs[0].slo) for column in columns))}."
-    return _section("By length of the prompt", note, _names(columns) + _panels(panels))
+    return section("By length of the prompt", note, _names(columns) + panels_of(panels))
 
 
 # Over time
@@ -258,15 +266,15 @@ def _over_time(
     panels = [(column.name, drawn) for column in columns if (drawn := chart(column.runs[0]))]
     if not panels:
         return ""
-    return _section(title, note, (legend(names) if names else "") + _panels(panels))
+    return section(title, note, (legend(names) if names else "") + panels_of(panels))
 
 
-def _section(title: str, note: str, body: str) -> str:
+def section(title: str, note: str, body: str) -> str:
     said = f'<p class="soft">{escape(note)}</p>' if note else ""
     return f"<section><h2>{escape(title)}</h2>{said}{body}</section>"
 
 
-def _panels(panels: Sequence[tuple[str, str]]) -> str:
+def panels_of(panels: Sequence[tuple[str, str]]) -> str:
     drawn = "".join(f'<div class="panel"><h3>{escape(name)}</h3>{body}</div>' for name, body in panels)
     return f'<div class="panels">{drawn}</div>'
 

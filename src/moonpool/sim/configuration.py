@@ -14,7 +14,8 @@ from moonpool.sim.coupled_cluster import CoupledSetup
 from moonpool.sim.profile import Profile, load_profile
 
 MOST_INSTANCES = 4096
-OWN_KEYS = ("name", "hardware", "ttft", "tbt")
+OWN_KEYS = ("name", "hardware", "dram-tokens", "ttft", "tbt")
+ABOUT_MACHINES = ("name", "hardware", "dram-tokens")
 _NOT_KEYS = {"profile", "conductor", "seed", "slo", "prefill_cost", "decode_cost", "transfer_cost", "heartbeat_limit"}
 """Told by other keys, by the command line, or replaced by the hardware's."""
 
@@ -42,10 +43,10 @@ def read_configuration(file: Path, base: Setup, hardware: Callable[[str], Profil
             raise ConfigError(f"{file}: unknown key `{key}`; the keys are {', '.join(known)}")
     if "hardware" in given:
         base = msgspec.structs.replace(base, profile=hardware(str(given["hardware"])))
+    if "dram-tokens" in given:
+        base = msgspec.structs.replace(base, profile=_with_dram(base.profile, given["dram-tokens"], file))
     name = str(given.get("name", file.stem))
-    return Configuration(
-        name, _changed(base, {key: given[key] for key in given if key not in ("name", "hardware")}, file)
-    )
+    return Configuration(name, _changed(base, {key: given[key] for key in given if key not in ABOUT_MACHINES}, file))
 
 
 def configuration_keys() -> tuple[str, ...]:
@@ -73,6 +74,15 @@ def _changed(base: Setup, given: dict[str, object], file: Path) -> Setup:
             raise ConfigError(f"{file}: `{what}` is {count}; give a number from 1 to {MOST_INSTANCES}")
     check_pipeline(changed, f"{file}: `pipeline`")
     return changed
+
+
+def _with_dram(profile: Profile, count: object, file: Path) -> Profile:
+    if not isinstance(count, int) or isinstance(count, bool) or count < profile.block_tokens:
+        raise ConfigError(
+            f"{file}: `dram-tokens` is {count}; give the tokens of KVCache that a machine's DRAM holds, at least "
+            f"{profile.block_tokens}"
+        )
+    return msgspec.structs.replace(profile, dram_tokens=count)
 
 
 def check_pipeline(setup: Setup, where: str) -> None:

@@ -81,8 +81,8 @@ class Planned(Struct, frozen=True):
     measured: tuple[Measured, ...]
     """On the whole trace, the best among them; others only as far as was needed to tell that they are not."""
     beginnings: tuple[Measured, ...]
-    corrections: tuple[float, float]
-    """What prefill and decode bear over what arithmetic says."""
+    bounds: dict[Split, tuple[float, float]]
+    """Of every split on the whole trace: speeds that prefill and decode should bear, by corrected arithmetic."""
     simulated: int
     """Requests."""
     trials: int
@@ -176,7 +176,7 @@ class _Search:
             best=best,
             measured=tuple(self._whole[split] for split in sorted(self._whole)),
             beginnings=tuple(self._beginnings[split] for split in sorted(self._beginnings)),
-            corrections=(self._corrections["prefill"], self._corrections["decode"]),
+            bounds={split: self._corrected(split, True) for split in self._among},
             simulated=self._simulated,
             trials=self._trials,
         )
@@ -187,10 +187,13 @@ class _Search:
         self._trials += len(trials)
         return trials
 
-    def _expected(self, split: Split, whole: bool) -> float:
+    def _corrected(self, split: Split, whole: bool) -> tuple[float, float]:
         prefill, decode = self._bounds(split, whole)
         of_prefill = prefill * self._corrections["prefill"] * self._pipelines[split.pipeline]
-        return min(of_prefill, decode * self._corrections["decode"])
+        return of_prefill, decode * self._corrections["decode"]
+
+    def _expected(self, split: Split, whole: bool) -> float:
+        return min(self._corrected(split, whole))
 
     def _promising(self, whole: bool) -> list[Split]:
         """Of each pipeline size the best."""
