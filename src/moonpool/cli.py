@@ -382,6 +382,9 @@ def paper(
     decode: Annotated[int, typer.Option(min=1, max=4096, help="Decode instances.")] = 8,
     seeds: Annotated[str, typer.Option(help="Of the arrivals' jitter; several, with commas between.")] = "1,2,3,4,5",
     first: Annotated[int | None, typer.Option(min=1, help="Take only so many requests.")] = None,
+    coupled: Annotated[
+        bool, typer.Option("--coupled", help="Only the figures beside coupled workers: hundreds of searches.")
+    ] = False,
     as_json: AsJson = False,
     jobs: Annotated[int, typer.Option(min=0, max=64, help="Processes; 0: as many as cores.")] = 0,
 ) -> int:
@@ -389,7 +392,7 @@ def paper(
     from moonpool.command.paper import Wanted
     from moonpool.command.paper import paper as run
 
-    return run(Wanted(traces, hardware, prefill, decode, seeds, first, as_json, jobs))
+    return run(Wanted(traces, hardware, prefill, decode, seeds, first, as_json, jobs, coupled))
 
 
 @app.command(hidden=True)

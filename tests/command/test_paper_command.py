@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from moonpool.command import beside_coupled
 from moonpool.command import paper as command
 from moonpool.command.paper import Wanted, paper
 from moonpool.errors import ConfigError
@@ -42,6 +44,34 @@ def test_a_folder_of_traces_gives_chapters(
     ]
     balanced = next(f for f in report["chapters"][2]["findings"] if f["what"] == "mean TTFT, load-balance")
     assert 40 < float(balanced["ours"].split()[0]) <= 60.41, "the load is chosen by this figure"
+
+
+def test_separate_pools_are_put_beside_coupled_workers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "LEAST_REQUESTS", 30)
+    for name, value in {"REAL_MACHINES": 4, "LENGTHS": (16,), "CHUNKS": (256,), "ROUTINGS": ("round-robin",)}.items():
+        monkeypatch.setattr(beside_coupled, name, value)
+    lines = (
+        {"timestamp": 2000 * at, "input_length": 4096, "output_length": 40, "hash_ids": [*range(8 * at, 8 * at + 8)]}
+        for at in range(40)
+    )
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert paper(msgspec.structs.replace(wanted(tmp_path), coupled=True, first=40)) == 0
+    real, simulated = json.loads(capsys.readouterr().out)["chapters"]
+    assert real["title"] == "Figure 13: 4 machines, separate or coupled"
+    rows = {finding["what"]: finding for finding in real["findings"]}
+    assert "2P + 2D" in rows
+    assert rows["coupled prefill-first round-robin"]["paper"] == "+75%"
+    assert rows["coupled chunked 256 round-robin"]["comment"].startswith("2P + 2D ")
+    # More limits bear no higher rate, and one long pause is in the longest tenth before it is the P90.
+    alone, tenth, p90 = map(float, rows["coupled prefill-first round-robin"]["ours"].split(" · "))
+    assert 0 < tenth <= p90 <= alone
+    assert simulated["title"].startswith("Figure 12: simulated data, 16k tokens")
+    assert "TTFT 20.677 s, TBT 0.0986 s" in simulated["note"], "so few prompts that more than a tenth find nothing"
+    rows = {finding["what"]: finding for finding in simulated["findings"]}
+    assert rows["coupled one-at-a-time round-robin"]["paper"] == "0.2 (+525%)"
+    assert set(rows) >= {"3P + 1D", "2P + 2D", "the best of the coupled at each"}
 
 
 def test_a_folder_without_traces_is_a_mistake(tmp_path: Path) -> None:

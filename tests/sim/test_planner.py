@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.core.vocabulary import Slo
+from moonpool.sim.bracket import GRID, Bracket
 from moonpool.sim.cluster import Setup
 from moonpool.sim.estimate import Split, Work, decode_rate, prefill_rate, splits, work_of
-from moonpool.sim.planner import GRID, Ask, Bracket, exhaustive, plan, point_of, speed_of
+from moonpool.sim.planner import Ask, exhaustive, plan
 from moonpool.sim.profile import load_profile
 from moonpool.sim.trial import Goal, Trial, try_out
 from moonpool.trace.request import TraceRequest
@@ -102,15 +103,13 @@ def test_where_nothing_attains_that_is_the_answer() -> None:
 
 @given(st.floats(0.01, 100.0), st.floats(0.01, 100.0), st.sampled_from([1, 3]))
 def test_a_bracket_ends_at_the_last_load_that_does(bears: float, start: float, width: int) -> None:
-    bracket, asked = Bracket(Split(1, 1), start, True, width), 0
+    bracket, asked = Bracket(start, width), 0
     while not bracket.is_over:
-        passes = bracket.ask().speed <= bears
+        passes = bracket.speed <= bears
         bracket.tell(Trial(passes, 1, 1, int(passes), 1 - int(passes), 0, 1.0, 0.0, 0.0, 0, 1))
         asked += 1
-    measured = bracket.measured()
-    assert measured.speed <= bears < measured.beyond_speed <= measured.speed * GRID**width * (1 + 1e-9)
+    assert bracket.best_speed <= bears < bracket.beyond_speed <= bracket.best_speed * GRID**width * (1 + 1e-9)
     assert asked <= 22
-    assert point_of(speed_of(17)) == 17
 
 
 def test_work_is_what_no_cache_has() -> None:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from moonpool.command.beside_coupled import coupled_chapters
 from moonpool.command.elsewhere import Task
 from moonpool.command.hardware import hardware_profile
 from moonpool.command.machine import cores
@@ -64,6 +65,8 @@ class Wanted(msgspec.Struct, frozen=True):
     first: int | None
     as_json: bool
     jobs: int
+    coupled: bool = False
+    """Only the chapters beside coupled workers, which take many times as long as all others."""
 
 
 class PaperReport(msgspec.Struct, frozen=True):
@@ -124,6 +127,10 @@ def paper(wanted: Wanted) -> int:
             f"--traces {wanted.traces}: no trace with block ids (hash_ids) and at least {LEAST_REQUESTS} requests; "
             "the paper's are at github.com/kvcache-ai/Mooncake"
         )
+    main = max(with_blocks, key=lambda file: len(with_blocks[file].requests))
+    if wanted.coupled:
+        chapters = coupled_chapters(main, profile, figures, wanted.first, wanted.jobs or cores())
+        return _print(wanted, PaperReport(str(main), (), figures.source, tuple(chapters)))
     capacities = figures.hit_ratios.capacities
     chapters = []
     for file, each in with_blocks.items():
@@ -135,7 +142,6 @@ def paper(wanted: Wanted) -> int:
     note = f"{profile.name}, each curve relative to its own end"
     found = cost_findings(profile.prefill, profile.decode, profile.chunk_tokens, figures)
     chapters.append(Chapter("Figure 2: prefill and decode times", note, found))
-    main = max(with_blocks, key=lambda file: len(with_blocks[file].requests))
     laboratory = Laboratory(wanted, profile, main, len(with_blocks[main].requests))
     chapters += _experiments(wanted, laboratory, main, figures)
     return _print(wanted, PaperReport(str(main), laboratory.seeds, figures.source, tuple(chapters)))

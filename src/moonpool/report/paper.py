@@ -51,6 +51,15 @@ class PaperSwing(Struct, frozen=True):
     correlation_30_s_later: float
 
 
+class PaperCoupled(Struct, frozen=True):
+    """Separate pools beside coupled vLLM (§6)."""
+
+    real_gain: float
+    """Of [10P+10D] over 20, requests within both limits."""
+    simulated: dict[str, tuple[float, float]]
+    """By thousand tokens: requests a second that [3P+1D] and 4 coupled ones bear, TTFT alone, on a coarse grid."""
+
+
 class PaperFigures(Struct, frozen=True):
     source: str
     hit_ratios: HitRatios
@@ -63,6 +72,7 @@ class PaperFigures(Struct, frozen=True):
     """By admission policy, of `requests`."""
     swing: PaperSwing
     """Under `early`."""
+    coupled: PaperCoupled
 
 
 class Finding(Struct, frozen=True):

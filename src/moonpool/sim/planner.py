@@ -21,18 +21,16 @@ from collections.abc import Callable, Iterable, Sequence
 
 from msgspec import Struct
 
+from moonpool.sim.bracket import GRID, Bracket
 from moonpool.sim.estimate import Split
 from moonpool.sim.trial import Pool, Trial
 
-GRID = 1.02
 BEGINNING_WIDTH = 3
 """Points of the grid between a load that does and one that does not, where only the beginning is looked at."""
 NEAR = 0.95
 """Of the best: other pipeline sizes that should bear as much are tried on the whole trace."""
 MOST_ROUNDS = 6
 """Of corrections."""
-LIMITS = -400, 400
-"""Exponents of GRID: 1/2755 to 2755 times the trace's own speed."""
 
 
 class Ask(Struct, frozen=True):
@@ -88,59 +86,25 @@ class Planned(Struct, frozen=True):
     trials: int
 
 
-class Bracket:
-    """Closes in on the highest load that attains: outwards from `start` by growing strides, then by halves."""
+class _Quest:
+    """For one split's highest load."""
 
     def __init__(self, split: Split, start: float, whole: bool, width: int = 1) -> None:
-        """`start`: a speed."""
         self.split = split
         self.whole = whole
-        self.low, self.high = LIMITS[0] - 1, LIMITS[1] + 1
-        """The highest point known to do, the lowest known not to; none yet beyond the limits."""
-        self.width = width
-        self._at = min(max(point_of(start), LIMITS[0]), LIMITS[1])
-        self._stride = 2 * width
-        self._best: Trial | None = None
-        self._beyond: Trial | None = None
-
-    @property
-    def is_over(self) -> bool:
-        return self.high - self.low <= self.width or self.low == LIMITS[1] or self.high == LIMITS[0]
+        self.bracket = Bracket(start, width)
 
     def ask(self) -> Ask:
-        return Ask(self.split, speed_of(self._at), self.whole)
-
-    def tell(self, trial: Trial) -> None:
-        if trial.passes:
-            self.low, self._best = self._at, trial
-        else:
-            self.high, self._beyond = self._at, trial
-        if self.low < LIMITS[0]:
-            self._at = max(self.high - self._stride, LIMITS[0])
-            self._stride *= 2
-        elif self.high > LIMITS[1]:
-            self._at = min(self.low + self._stride, LIMITS[1])
-            self._stride *= 2
-        else:
-            self._at = (self.low + self.high) // 2
+        return Ask(self.split, self.bracket.speed, self.whole)
 
     def measured(self) -> Measured:
-        speed = 0.0 if self._best is None else speed_of(self.low)
-        beyond = math.inf if self._beyond is None else speed_of(self.high)
-        return Measured(self.split, speed, self._best, self._beyond, beyond, self.whole)
-
-
-def speed_of(point: int) -> float:
-    return math.pow(GRID, point)
-
-
-def point_of(speed: float) -> int:
-    return round(math.log(max(speed, 1e-9)) / math.log(GRID))
+        found = self.bracket
+        return Measured(self.split, found.best_speed, found.best, found.beyond, found.beyond_speed, self.whole)
 
 
 def exhaustive(among: Iterable[Split], bounds: Bounds, look: Look) -> list[Measured]:
     """Each split's highest load on the whole trace, from where arithmetic sees it."""
-    return _close([Bracket(split, min(bounds(split, True)), True) for split in among], look)
+    return _close([_Quest(split, min(bounds(split, True)), True) for split in among], look)
 
 
 def plan(among: Sequence[Split], bounds: Bounds, look: Look) -> Planned:
@@ -148,13 +112,13 @@ def plan(among: Sequence[Split], bounds: Bounds, look: Look) -> Planned:
     return _Search(among, bounds, look).plan()
 
 
-def _close(brackets: Sequence[Bracket], look: Look) -> list[Measured]:
+def _close(quests: Sequence[_Quest], look: Look) -> list[Measured]:
     """All side by side."""
-    while open_ := [bracket for bracket in brackets if not bracket.is_over]:
-        trials = look([bracket.ask() for bracket in open_])
-        for bracket, trial in zip(open_, trials, strict=True):
-            bracket.tell(trial)
-    return [bracket.measured() for bracket in brackets]
+    while open_ := [quest for quest in quests if not quest.bracket.is_over]:
+        trials = look([quest.ask() for quest in open_])
+        for quest, trial in zip(open_, trials, strict=True):
+            quest.bracket.tell(trial)
+    return [quest.measured() for quest in quests]
 
 
 class _Search:
@@ -213,8 +177,8 @@ class _Search:
             new = new or self._other_sides()
             if not new:
                 return
-            brackets = [Bracket(split, self._expected(split, False), False, BEGINNING_WIDTH) for split in new]
-            for measured in _close(brackets, self._look):
+            quests = [_Quest(split, self._expected(split, False), False, BEGINNING_WIDTH) for split in new]
+            for measured in _close(quests, self._look):
                 self._beginnings[measured.split] = measured
             self._correct(self._beginnings.values())
 
@@ -257,7 +221,7 @@ class _Search:
 
     def _climb(self) -> Measured:
         first = max(self._promising(True), key=lambda split: (self._expected(split, True), -split.pipeline))
-        best = self._measure([Bracket(first, self._expected(first, True), True)])[0]
+        best = self._measure([_Quest(first, self._expected(first, True), True)])[0]
         self._correct([best])
         while challengers := [split for split in self._near(best) if split not in self._whole]:
             for won in self._challenge(best, challengers):
@@ -284,19 +248,19 @@ class _Search:
     def _challenge(self, best: Measured, challengers: Sequence[Split]) -> list[Measured]:
         """Who attains where the best does not is measured; the others have lost by that."""
         bar = best.beyond_speed if best.beyond is not None else best.speed * GRID
-        brackets = []
+        quests = []
         trials = self._look([Ask(split, bar, True) for split in challengers])
         for split, trial in zip(challengers, trials, strict=True):
-            bracket = Bracket(split, bar, True)
-            bracket.tell(trial)
+            quest = _Quest(split, bar, True)
+            quest.bracket.tell(trial)
             if trial.passes:
-                brackets.append(bracket)
+                quests.append(quest)
             else:
-                self._whole[split] = bracket.measured()
-        return self._measure(brackets)
+                self._whole[split] = quest.measured()
+        return self._measure(quests)
 
-    def _measure(self, brackets: Sequence[Bracket]) -> list[Measured]:
-        found = _close(brackets, self._look)
+    def _measure(self, quests: Sequence[_Quest]) -> list[Measured]:
+        found = _close(quests, self._look)
         for measured in found:
             self._whole[measured.split] = measured
         return found
