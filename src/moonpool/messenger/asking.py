@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from moonpool.errors import PoolError, TransferError
-from moonpool.messenger.channel import Channel, Header
+from moonpool.messenger.channel import Channel, Header, Part, framed
 from moonpool.messenger.digest import RunDigests
 from moonpool.messenger.giving import receive
 from moonpool.messenger.questions import (
@@ -25,7 +25,7 @@ from moonpool.messenger.questions import (
 )
 from moonpool.messenger.transfer import Bytes
 
-FIRST_BYTES = 256 << 10
+FIRST_BYTES = 1 << 20
 """Summed up, then sent: the other side has something to do early. Then twice as much each time, up to GROUP_BYTES."""
 GROUP_BYTES = 4 << 20
 """Fewer and larger system calls gain more than the processor's cache does."""
@@ -82,9 +82,8 @@ def get(
 
 def put(channel: Channel, request: PutBlocks, sources: Sequence[Sequence[Bytes]], until: float) -> bytes:
     """One mark a key: YES, NO where the node had it already, or DAMAGED. `sources`: pieces of each block."""
-    channel.send_header(request, until, more=True)
     sums: list[int] = []
-    group: list[memoryview] = []
+    group: list[Part] = [framed(request)]
     room = limit = FIRST_BYTES
     for pieces in sources:
         digests = RunDigests(request.space.run_bytes)
@@ -100,8 +99,8 @@ def put(channel: Channel, request: PutBlocks, sources: Sequence[Sequence[Bytes]]
                     group = []
                     room = limit = min(2 * limit, GROUP_BYTES)
         sums += digests.checksums
-    channel.send_all(group, until, more=True)
-    channel.send_header(Checksums(pack_sums(sums)), until)
+    group.append(framed(Checksums(pack_sums(sums))))
+    channel.send_all(group, until)
     # No `soon`: to look for it would take a processor from the node, which has its books to write now.
     reply = _heard(channel, until)
     if not isinstance(reply, Marks) or len(reply.marks) * 16 != len(request.keys):

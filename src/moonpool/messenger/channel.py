@@ -19,6 +19,7 @@ from msgspec import Meta, Struct
 
 from moonpool.core.vocabulary import BlockKey, KeySpaceId, RequestId
 from moonpool.errors import TransferError
+from moonpool.messenger.neighbour import Neighbour
 from moonpool.messenger.questions import Checksums, GetBlocks, Given, PutBlocks, Question, Reply, TimeLeft
 from moonpool.messenger.seal import seal, unseal
 from moonpool.messenger.transfer import TAIL, Bytes, Checksum, checksum
@@ -95,6 +96,8 @@ class Blocks(Struct, frozen=True, tag=True):
     several parts."""
 
 
+Part = Bytes | bytes | memoryview
+"""Something to be sent."""
 Header = Write | Read | Done | Blocks | Question | Reply | GetBlocks | Given | PutBlocks | Checksums
 
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -120,8 +123,14 @@ class Channel:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)
+        self._neighbour = Neighbour.of(sock)
 
-    def send(self, data: Bytes | bytes | memoryview, until: float, more: bool = False) -> None:
+    def step_aside(self) -> None:
+        """Before a large transfer: the peer, if it is on this host, is to have a processor to itself."""
+        if self._neighbour is not None:
+            self._neighbour.step_aside()
+
+    def send(self, data: Part, until: float, more: bool = False) -> None:
         """`more` tells the kernel that further bytes follow at once."""
         view = data.data if isinstance(data, np.ndarray) else memoryview(data)
         while len(view):
@@ -133,7 +142,7 @@ class Channel:
                 continue
             view = view[sent:]
 
-    def send_all(self, parts: Sequence[Bytes | bytes | memoryview], until: float, more: bool = False) -> None:
+    def send_all(self, parts: Sequence[Part], until: float, more: bool = False) -> None:
         """One behind the other, many small ones in one system call: the calls are most of what a small one costs."""
         views = [part.data if isinstance(part, np.ndarray) else memoryview(part) for part in parts]
         left = sum(len(view) for view in views)
@@ -201,12 +210,7 @@ class Channel:
             self.receive_into(self._scratch[: nbytes - start], until)
 
     def send_header(self, header: Header, until: float, more: bool = False) -> None:
-        data = seal(_encoder.encode(header))
-        if len(data) > MAX_HEADER_BYTES:
-            raise TransferError(
-                f"the header of one transfer has {len(data)} bytes, at most {MAX_HEADER_BYTES}: send fewer runs at once"
-            )
-        self.send(_LENGTH.pack(len(data)) + data, until, more)
+        self.send(framed(header), until, more)
 
     def receive_header(self, until: float, body_seconds: float | None = None, soon: bool = False) -> Header:
         """The next frame. With `body_seconds` the time between its first bytes and its last is limited to that.
@@ -275,6 +279,16 @@ class Channel:
             self._limits[which] = limit = min(wanted + LIMIT_SLACK, LONGEST_WAIT)
             whole, part = divmod(limit, 1)
             self._socket.setsockopt(socket.SOL_SOCKET, which, _TIMEVAL.pack(int(whole), int(part * 1e6)))
+
+
+def framed(header: Header) -> bytes:
+    """As it goes over the wire. Raises TransferError for one that is too long."""
+    data = seal(_encoder.encode(header))
+    if len(data) > MAX_HEADER_BYTES:
+        raise TransferError(
+            f"the header of one transfer has {len(data)} bytes, at most {MAX_HEADER_BYTES}: send fewer runs at once"
+        )
+    return _LENGTH.pack(len(data)) + data
 
 
 def _sent_together(views: Sequence[memoryview], at: int) -> list[memoryview]:

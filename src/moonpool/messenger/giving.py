@@ -10,6 +10,7 @@ from itertools import groupby
 
 import xxhash
 
+from moonpool.core.vocabulary import BLOCK_KEY_BYTES
 from moonpool.errors import TransferError
 from moonpool.messenger.channel import MAX_BUFFERS, Channel
 from moonpool.messenger.digest import RunDigests
@@ -36,6 +37,8 @@ LONGEST_SECONDS = 3600.0
 ANSWER_SECONDS = 30.0
 PIECE_BYTES = 1 << 20
 """Received, then summed up."""
+LARGE_BYTES = 256 << 10
+"""From here on it matters who runs where."""
 LANDED_TOGETHER = 64
 """Blocks that become readable at once: the books are locked meanwhile."""
 Count = Callable[[str, int], None]
@@ -53,6 +56,8 @@ def give(channel: Channel, store: Store, request: GetBlocks, count: Count) -> No
         channel.send_header(Refused(gift), until)
         return
     try:
+        if len(request.keys) // BLOCK_KEY_BYTES * request.runs * request.space.run_bytes >= LARGE_BYTES:
+            channel.step_aside()
         chosen = slice(request.first_run, request.first_run + request.runs)
         run_bytes = request.space.run_bytes
         present = [block for block in gift.blocks if block is not None]
@@ -74,6 +79,8 @@ def give(channel: Channel, store: Store, request: GetBlocks, count: Count) -> No
 def take(channel: Channel, store: Store, request: PutBlocks, count: Count) -> None:
     until = time.monotonic() + min(request.time_left, LONGEST_SECONDS)
     block_bytes = request.space.block_bytes
+    if len(request.keys) // BLOCK_KEY_BYTES * block_bytes >= LARGE_BYTES:
+        channel.step_aside()
     intake = store.take(request)
     if isinstance(intake, str):
         channel.skip(len(unpacked(request.keys)) * block_bytes, until)
