@@ -201,15 +201,17 @@ def test_a_put_for_another_layout_is_refused_after_its_bytes(node: NodePeer, joi
 LARGE = KeySpace(SPACE.id, 16, 4, 1 << 20)
 
 
-@pytest.fixture
-def large(conductor: Conductor) -> Iterator[Space]:
-    """A space of blocks that are worth two connections."""
+@pytest.fixture(params=[2])
+def large(conductor: Conductor, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Space]:
+    """A space of blocks that are worth two connections, on a machine with processors for as many as the parameter."""
+    monkeypatch.setattr("moonpool.store.far.lanes_to", lambda channel: request.param)
     node = conductor.start_node("node-large", 16 * LARGE.block_bytes)
     with Client.connect(node.data_address, timeout=SECONDS) as pool:
         yield pool.space(LARGE)
 
 
-def test_large_blocks_and_batches_go_over_two_connections(large: Space) -> None:
+@pytest.mark.parametrize("large", [1, 2], indirect=True)
+def test_large_blocks_and_batches_go_over_one_connection_or_two(large: Space) -> None:
     blocks = [bytes_of(key, LARGE.block_bytes) for key in K]
     assert large.put_many(K, blocks) == [True] * 4
     with large.get([K[2]]) as (block,):

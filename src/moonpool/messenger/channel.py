@@ -125,6 +125,11 @@ class Channel:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)
         self._neighbour = Neighbour.of(sock)
 
+    @property
+    def is_near(self) -> bool:
+        """The peer is on this host."""
+        return self._neighbour is not None
+
     def step_aside(self) -> None:
         """Before a large transfer: the peer, if it is on this host, is to have a processor to itself."""
         if self._neighbour is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -38,7 +39,8 @@ CONNECTIONS = 16
 """At most; they come with the work. More than Messenger has to a peer: a call that waits for a writer has one to itself
 for as long, and whatever it waits for may be this client's own next call."""
 LANES = 2
-"""Over which one large transfer is spread."""
+"""Over which one large transfer is spread, at most: each needs a processor, and another for its other end if that is
+on this host. Where they are lacking, one lane is faster than two that take turns."""
 SPREAD_BYTES = 4 << 20
 IDLE_SECONDS = 60.0
 """The node closes a connection that was idle for longer than that."""
@@ -60,6 +62,7 @@ class FarHome:
         self._idle: list[tuple[float, Channel]] = []
         self._open: set[Channel] = set()
         self._taken = 0
+        self._lanes = 1
         self._closed = False
         self._threads = ThreadPoolExecutor(LANES, thread_name_prefix=f"{name} of {address}")
         self.node = PartId(address)
@@ -97,7 +100,7 @@ class FarHome:
                 raise PoolError(f"{marks.count(DAMAGED)} blocks did not arrive at {self.node} as they were sent")
             return [mark == YES for mark in marks]
 
-        parts = _parts(len(keys), space.block_bytes)
+        parts = self._parts(len(keys), space.block_bytes)
         return [outcome for found in self._beside([partial(part, chosen) for chosen in parts]) for outcome in found]
 
     def get(self, space: KeySpace, keys: Sequence[BlockKey], layers: Layers, wait: Wait) -> Held:
@@ -148,12 +151,12 @@ class FarHome:
         until = time.monotonic() + wait.seconds
         nbytes = layers[1] * space.run_bytes
         part = partial(self._get_part, space, wait, until)
-        if len(keys) == 1 and nbytes >= SPREAD_BYTES and layers[1] >= LANES:
+        if len(keys) == 1 and nbytes >= SPREAD_BYTES and layers[1] >= self._lanes > 1:
             # Its layers in two parts, unless they turn out to be of two copies.
             pieces = target(0)
             parts = [
                 partial(part, keys, (layers[0] + at.start, at.stop - at.start), partial(_run_part, pieces, space, at))
-                for at in _parts(layers[1], space.run_bytes)
+                for at in self._parts(layers[1], space.run_bytes)
             ]
             found = {copies[0] for copies in self._beside(parts)}
             if None in found or len(found) == 1:
@@ -161,7 +164,7 @@ class FarHome:
             return [copy is not None for copy in part(keys, layers, lambda position: pieces)]
         work = [
             partial(part, keys[at], layers, lambda position, first=at.start: target(first + position))
-            for at in _parts(len(keys), nbytes)
+            for at in self._parts(len(keys), nbytes)
         ]
         return [copy is not None for copies in self._beside(work) for copy in copies]
 
@@ -182,6 +185,11 @@ class FarHome:
             return asking.get(channel, request, place, lambda number, sums: None, until + SLACK_SECONDS)
 
         return self._carry(work, until + SLACK_SECONDS)
+
+    def _parts(self, count: int, nbytes: int) -> list[slice]:
+        """Of so many things of so many bytes each, a part a lane, where it is enough to gain by it."""
+        lanes = self._lanes if count > 1 and count * nbytes >= SPREAD_BYTES else 1
+        return [slice(count * lane // lanes, count * (lane + 1) // lanes) for lane in range(lanes)]
 
     def _beside(self, work: Sequence[Callable[[], T]]) -> list[T]:
         """All of it, the first in this thread; the results in order."""
@@ -248,6 +256,7 @@ class FarHome:
             raise PoolError(f"no node at {self._address}: {e}") from None
         with self._free:
             self._open.add(channel)
+            self._lanes = lanes_to(channel)
         return channel
 
     def _late(self) -> PoolError:
@@ -266,10 +275,10 @@ class FarHome:
             channel.close()
 
 
-def _parts(count: int, nbytes: int) -> list[slice]:
-    """Of so many things of so many bytes each, as many parts as there are lanes, where it is enough to gain by it."""
-    lanes = LANES if count > 1 and count * nbytes >= SPREAD_BYTES else 1
-    return [slice(count * lane // lanes, count * (lane + 1) // lanes) for lane in range(lanes)]
+def lanes_to(channel: Channel) -> int:
+    """Over how many connections of this kind a large transfer is best spread."""
+    processors = len(os.sched_getaffinity(0)) // (2 if channel.is_near else 1)
+    return max(1, min(LANES, processors))
 
 
 def _run_part(pieces: Sequence[Bytes], space: KeySpace, runs: slice, position: int) -> list[Bytes]:
