@@ -45,6 +45,15 @@ class FleetConfig(Struct, frozen=True):
     coupled: Annotated[
         int, Meta(ge=0, le=64, description="workers that prefill and decode, in place of the others (0: none)")
     ] = 0
+    inline: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=64,
+            description="coupled workers beside the others, which compute short prompts while they decode "
+            "where the TBT limit allows",
+        ),
+    ] = 0
     nodes: Annotated[int, Meta(ge=1, le=32, description="nodes; the workers are spread over them")] = 1
 
 

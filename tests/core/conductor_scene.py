@@ -48,9 +48,17 @@ def node(index: int, life: int = 1, dram_bytes: int = 1 << 30) -> ev.Registered:
 
 
 def worker(
-    kind: PartKind, index: int, on: int = 0, life: int = 1, *, pages: int = 64, slots: int = 0, context: int = 1024
+    kind: PartKind,
+    index: int,
+    on: int = 0,
+    life: int = 1,
+    *,
+    pages: int = 64,
+    slots: int = 0,
+    context: int = 1024,
+    step: int = 0,
 ) -> ev.Registered:
-    capacity = Capacity(pages=pages, slots=slots, context_tokens=context)
+    capacity = Capacity(pages=pages, slots=slots, context_tokens=context, step_tokens=step)
     return ev.Registered(
         kind, peer(f"{kind.value}-{index}", life), capacity, SPACE, node=PartId(f"node-{on}"), model=MODEL
     )

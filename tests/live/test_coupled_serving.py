@@ -18,6 +18,8 @@ from tests.live.kit import (
     audit,
     cached_tokens,
     complete,
+    counters,
+    eventually,
     output_ids,
     pid_of,
     random_prompt,
@@ -93,3 +95,27 @@ def test_requests_for_four_times_the_pages_all_finish_in_every_mode(mode: str) -
         assert gone.first.wait(HANG)
         gone.result()
         audit(small)
+
+
+def test_short_prompts_are_computed_in_a_decode_batch_beside_the_pools() -> None:
+    """Whoever computes them, the tokens are the same; what is stored by one is found by the other."""
+    short, long = random_prompt(BLOCK, seed=1), random_prompt(3 * BLOCK, seed=2)
+    options = ("--engine", "timed", "--inline", "1", "--prefill-chunk", str(BLOCK + 8), "--slo-tbt", "10s")
+    with running_cluster(*options) as c:
+        # Until all have joined, whoever is there takes what comes.
+        eventually(lambda: len(counters(c)) >= 6, "gateway, Conductor, node and three workers")
+
+        def computed() -> tuple[float, float]:
+            found = counters(c)
+            return found["coupled-0"]["computed_tokens"], found["prefill-0"]["computed_tokens"]
+
+        def serve(prompt: list[int], inlined: int, apart: int) -> None:
+            """In the end so many tokens were computed by each."""
+            assert output_ids(complete(c, prompt, 8)) == reference_tokens(prompt, 8)
+            eventually(lambda: computed() == (inlined, apart), f"{inlined} tokens are inlined, {apart} are not")
+
+        serve(short, BLOCK, 0)
+        serve(long, BLOCK, 3 * BLOCK)
+        # All but what the prefill worker has stored; the last block has to be computed again.
+        serve(long, 2 * BLOCK, 3 * BLOCK)
+        audit(c)

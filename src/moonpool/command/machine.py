@@ -32,7 +32,7 @@ def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cg
 def needed_memory(config: Config, weights: Path | None) -> int:
     """A lower bound of what the cluster will use when the arenas are full."""
     fleet = config.fleet
-    workers = fleet.coupled or fleet.prefill + fleet.decode
+    workers = (fleet.coupled or fleet.prefill + fleet.decode) + fleet.inline
     total = fleet.nodes * (config.pool.dram_per_node + PROCESS_BYTES) + 2 * PROCESS_BYTES
     if weights is None:
         return total + workers * PROCESS_BYTES

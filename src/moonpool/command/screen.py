@@ -39,6 +39,7 @@ class Screen:
         self._config = config
         fleet = config.fleet
         workers = f"{fleet.coupled} coupled" if fleet.coupled else f"{fleet.prefill} prefill, {fleet.decode} decode"
+        workers += f", {fleet.inline} coupled for short prompts" if fleet.inline else ""
         self._say(
             f"[bold]moonpool[/] serves {escape(config.served_name)} ({config.model.engine}): "
             f"{workers}, {fleet.nodes} node{'s' if fleet.nodes > 1 else ''}"

@@ -65,6 +65,7 @@ def plan_parts(config: Config, file: Path, run_dir: Path) -> list[PartPlan]:
     plans += [PartPlan(n, ("node", "--id", n, "--run-dir", str(run_dir), *shared), after=(front,)) for n in nodes]
     fleet = config.fleet
     kinds = ["coupled"] * fleet.coupled or ["prefill"] * fleet.prefill + ["decode"] * fleet.decode
+    kinds += ["coupled"] * fleet.inline
     counts = dict.fromkeys(kinds, 0)
     for kind in kinds:
         # Prefill workers fill the nodes from the first on, decode workers from the last: with two nodes KV crosses.

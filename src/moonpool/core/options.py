@@ -14,6 +14,7 @@ from moonpool.core.choice import Choice, DecodeOption, PrefillOption, View, Want
 from moonpool.core.classes import BATCH, is_batch, kept
 from moonpool.core.directory import Directory
 from moonpool.core.fleet import DecodeLoad, Fleet, PrefillLoad
+from moonpool.core.inline import inlining
 from moonpool.core.pages import pages_for
 from moonpool.core.requests import Request
 from moonpool.core.settings import ConductorConfig
@@ -78,9 +79,13 @@ def options_for(
         pair = free_prefill, free_decode
         if len(spaces) > 1:
             pair = [p for p in free_prefill if p.space.id == id_], [d for d in free_decode if d.space.id == id_]
-        for group in (_separate(*pair), _coupled(*pair)) if fleet.coupled else (pair,):
-            if all(group):
-                return _options(request, spaces[id_], needs[id_], *group, fleet, directory, config, now)
+        groups = [g for g in ((_separate(*pair), _coupled(*pair)) if fleet.coupled else (pair,)) if all(g)]
+        if not groups:
+            continue
+        found = [_options(request, spaces[id_], needs[id_], *g, fleet, directory, config, now) for g in groups]
+        if len(found) > 1 and (view := inlining(found[1].view, found[1].wanted, fleet.decode)) is not None:
+            return structs.replace(found[1], view=view)
+        return found[0]
     return Wait("no prefill and decode instance of one key space are free together")
 
 
@@ -211,9 +216,7 @@ def _options(
         {id_: node.link_free_at - now for id_, node in fleet.nodes.items() if node.link_free_at > now},
         slow,
     )
-    limit = request.arrived.slo.tbt
-    tokens = request.arrived.prompt_tokens
-    wanted = Wanted(tokens, space.block_tokens, space.block_bytes, config.slo.tbt if limit is None else limit)
+    wanted = Wanted(request.arrived.prompt_tokens, space.block_tokens, space.block_bytes, request.limits.tbt)
     return Options(view, wanted, space, keys, needs.booked_pages, needs.room_bytes)
 
 

@@ -144,6 +144,8 @@ class Capacity(Struct, frozen=True):
     context_tokens: int = 0
     """Longest prompt + output that the engine takes."""
     dram_bytes: int = 0
+    step_tokens: int = 0
+    """Most prompt tokens that a step computes beside decoding; 0: none (coupled)."""
 
 
 class Chain(Struct, frozen=True):

@@ -78,7 +78,8 @@ class CoupledWorker:
             mode=config.mode,
             queue_bound=config.queue_bound,
         )
-        me = describe(link, PartKind.COUPLED, engine, config.max_batch, config.served_model)
+        beside = config.step_tokens if config.mode == "chunked" else 0
+        me = describe(link, PartKind.COUPLED, engine, config.max_batch, config.served_model, beside)
         self._life = WorkerLife(link, conductor, config.node, me, self._report, self._counters)
         self._jobs: dict[RequestId, Job] = {}
         self._books = Books(self._instance.check_integrity)

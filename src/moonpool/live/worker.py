@@ -89,9 +89,11 @@ async def in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
         raise
 
 
-def describe(link: Link, kind: PartKind, engine: Engine, slots: int, model: str) -> Registered:
+def describe(link: Link, kind: PartKind, engine: Engine, slots: int, model: str, step_tokens: int = 0) -> Registered:
     """What a worker says of itself; its node is named once it has found it."""
-    capacity = Capacity(pages=engine.page_count, slots=slots, context_tokens=engine.context_tokens)
+    capacity = Capacity(
+        pages=engine.page_count, slots=slots, context_tokens=engine.context_tokens, step_tokens=step_tokens
+    )
     return Registered(
         kind, link.me, capacity, space=engine.space, first_layer=0, last_layer=engine.space.runs, model=model
     )
