@@ -116,6 +116,8 @@ class DecodeMachine(RuleBasedStateMachine):
         self.draining: list[RequestId] = []
         self.owner: dict[int, RequestId] = {}
         self.step: Step | None = None
+        self.stepping: set[RequestId] = set()
+        """As a driver without rows knows it."""
 
     def feed(self, event: DecodeEvent) -> None:
         for action in self.d.handle(event, 0.0):
@@ -139,9 +141,17 @@ class DecodeMachine(RuleBasedStateMachine):
                     assert row.tokens == self.live[row.request]
                     assert len(row.pages) * BLOCK >= row.tokens
                 self.step = action
+                assert self.stepping >= set(action.pauses)
+                self.stepping -= set(action.pauses)
+                assert self.stepping.isdisjoint(action.joins)
+                self.stepping |= set(action.joins)
+                assert self.stepping == {row.request for row in rows}
+                assert (action.batch, action.tokens) == (len(rows), sum(row.tokens for row in rows))
+                assert self.d.steps_ahead == min(len(row.pages) * BLOCK - row.tokens for row in rows) + 1
             case Drain(request, _, tokens, pages, _):
                 assert tokens == self.live[request]
                 assert all(self.owner[p] == request for p in pages)
+                self.stepping.discard(request)
                 if pages:
                     self.draining.append(request)
                 else:
@@ -180,11 +190,13 @@ class DecodeMachine(RuleBasedStateMachine):
     def end_step(self, failed: bool, data: st.DataObject) -> None:
         assert self.step is not None
         rows, self.step = self.step.rows, None
-        done = [r.request for r in rows if r.tokens + 1 >= self.most[r.request] or data.draw(st.booleans())]
+        most = min(self.d.steps_ahead, *(self.most[r.request] - r.tokens for r in rows))
+        steps = 1 if failed else data.draw(st.integers(1, max(most, 1)))
+        done = [r.request for r in rows if r.tokens + steps >= self.most[r.request] or data.draw(st.booleans())]
         if not failed:
             for row in rows:
-                self.live[row.request] += 1
-        self.feed(Stepped(tuple(done), failed))
+                self.live[row.request] += steps
+        self.feed(Stepped(tuple(done), failed, steps))
 
     @precondition(lambda self: self.draining)
     @rule(data=st.data())

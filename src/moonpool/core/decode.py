@@ -9,11 +9,15 @@ A pure state machine, driven by `live/decode.py` and the simulator. A request is
 `awaiting`: its KV is on the way to this node; `ready`: it is all there, pages and a slot are not. Requests that are
 ready join in the order they were handed over. The newest of the last rank is preempted when a running one needs a
 page and none is free (DESIGN §4.6); the oldest of the first rank never is, so somebody always gets done.
+
+A step costs no time in proportion to its batch, but for its rows: who steps along is known by the step in which it
+began to, its tokens grow with the number of steps, and who needs a page next is at the top of a heap.
 """
 
 from __future__ import annotations
 
 import enum
+import heapq
 from bisect import insort
 from dataclasses import dataclass, field
 
@@ -101,6 +105,15 @@ class Step(Struct, frozen=True):
     """Compute the last token of each row and draw the next, then say `Stepped`."""
 
     rows: tuple[StepRow, ...]
+    """Empty where the driver keeps up by itself (`DecodeInstance`)."""
+    batch: int
+    """Rows."""
+    tokens: int
+    """Of all rows together."""
+    joins: tuple[RequestId, ...] = ()
+    """Rows that the step before did not have."""
+    pauses: tuple[RequestId, ...] = ()
+    """Those of the step before that sit this one out. What else is missing has left by a `Drain`."""
 
 
 class Ending(enum.Enum):
@@ -150,6 +163,7 @@ class _Request:
     request: RequestId
     attempt: int
     tokens: int
+    """While it steps along: when it began to."""
     rank: int
     serial: int
     tbt_limit: float | None = None
@@ -161,15 +175,32 @@ class _Request:
     pages: list[int] = field(default_factory=list)
     ending: Ending | None = None
     """Set while a step or load still touches the pages; it drains when that has ended."""
+    steps: bool = False
+    """It takes part in the steps."""
+    began: int = 0
+    """With step number so much."""
+    full_at: int = 0
+    """The number of the step for which it will need a page more."""
 
 
 class DecodeInstance:
     def __init__(
-        self, *, pages: int, block_tokens: int, slots: int, queue_bound: int, cost: DecodeCost | None = None
+        self,
+        *,
+        pages: int,
+        block_tokens: int,
+        slots: int,
+        queue_bound: int,
+        cost: DecodeCost | None = None,
+        tells_rows: bool = True,
     ) -> None:
-        """`cost`: fed by the driver with measured steps; without it no step is too slow."""
+        """`cost`: fed by the driver with measured steps; without it no step is too slow.
+
+        `tells_rows`: False for a driver that knows them from `joins`, `pauses` and `Drain`.
+        """
         self.pool = PagePool(pages)
         self._cost = cost
+        self._tells_rows = tells_rows
         self._stay: float | None = None
         """Seconds that a request has its pages, of late."""
         self._produced = 0.0
@@ -182,11 +213,32 @@ class DecodeInstance:
         """In the order in which they were handed over."""
         self._batch: list[_Request] = []
         """Who is running, by precedence."""
+        self._came: list[_Request] = []
+        """Those of the batch that have not stepped yet."""
+        self._short: dict[_Request, None] = {}
+        """Those of the batch that wait for a page."""
+        self._paused: list[_Request] = []
+        """Those that have sat out since the last step began, and that no `Step` has told of."""
+        self._filling: list[tuple[int, int, _Request]] = []
+        """A heap of those that step, by `full_at`. Some have left since, or have got their page."""
+        self._rows = 0
+        """How many step."""
+        self._steps = 0
+        """That have ended."""
+        self._in_step = False
+        self._ending: dict[_Request, None] = {}
+        """Those that leave when the step has ended, whatever it brings."""
         self._loading = 0
         self._draining = 0
+        self._draining_pages = 0
         self._context_tokens = 0
         """Of the batch."""
-        self._stepping: tuple[_Request, ...] = ()
+        self._outside_tokens = 0
+        """Of those that do not run yet."""
+        self._outside_pages = 0
+        """That those need which have none yet."""
+        self._limits: dict[float, int] = {}
+        """TBT limits of all that do not drain, and how many have each."""
         self._serial = 0
         self.preemptions = 0
 
@@ -205,8 +257,10 @@ class DecodeInstance:
     @property
     def steps_ahead(self) -> int:
         """How often the step in flight could be repeated, itself counted, before a request needs another page."""
-        size = self._block_tokens
-        return min([len(r.pages) * size - r.tokens for r in self._stepping]) + 1
+        filling = self._filling
+        while not (filling[0][2].steps and filling[0][2].full_at == filling[0][0]):
+            heapq.heappop(filling)
+        return filling[0][0] - self._steps
 
     def handle(self, event: DecodeEvent, now: float) -> tuple[DecodeAction, ...]:
         actions: list[DecodeAction] = []
@@ -221,8 +275,10 @@ class DecodeInstance:
                 if (r := self._find(event)) and r.state is _State.LOADING:
                     r.state = _State.RUNNING
                     self._loading -= 1
-                    insort(self._batch, r, key=_precedence)
+                    self._outside_tokens -= r.tokens
                     self._context_tokens += r.tokens
+                    insort(self._batch, r, key=_precedence)
+                    self._came.append(r)
                     if r.ending is not None:
                         self._drain(r, r.ending, actions)
             case Stepped():
@@ -230,6 +286,7 @@ class DecodeInstance:
             case KvStored():
                 if (r := self._find(event)) and r.state is _State.DRAINING:
                     self._draining -= 1
+                    self._draining_pages -= len(r.pages)
                     self.pool.release(r.pages)
                     self._note_stay(now - r.since, r.tokens - r.came)
                     del self._requests[r.request]
@@ -237,8 +294,10 @@ class DecodeInstance:
                 self._end(self._find(event), Ending.DROPPED, actions)
             case Stopped():
                 self._end(self._find(event), Ending.FINISHED, actions)
-        self._admit(actions, now)
-        self._start_step(actions)
+        if self._ready:
+            self._admit(actions, now)
+        if not self._in_step and self._batch:
+            self._start_step(actions)
         return tuple(actions)
 
     def _find(self, event: KvArrived | KvLoaded | KvStored | Dropped | Stopped) -> _Request | None:
@@ -265,14 +324,17 @@ class DecodeInstance:
             self._requests[event.request] = _Request(
                 event.request, event.attempt, event.tokens, event.rank, self._serial, event.tbt_limit
             )
+            self._outside_tokens += event.tokens
+            self._outside_pages += pages_for(event.tokens, self._block_tokens)
+            self._count_limit(event.tbt_limit, 1)
 
     def _breaks_limit(self, event: HandedOver) -> str | None:
         """Why the newcomer's time between tokens could not be kept, or not that of those that are here with it."""
-        here = [r for r in self._requests.values() if r.state is not _State.DRAINING]
+        here = len(self._requests) - self._draining
         if event.tbt_limit is None or not here:
             return None
-        limit = min([event.tbt_limit] + [r.tbt_limit for r in here if r.tbt_limit is not None])
-        batch, tokens = len(here) + 1, sum(r.tokens for r in here) + event.tokens
+        limit = min(event.tbt_limit, min(self._limits, default=event.tbt_limit))
+        batch, tokens = here + 1, self._context_tokens + self._outside_tokens + event.tokens
         if self._cost is not None and self._cost.fit.observations >= LEAST_STEPS:
             step = self._cost.seconds(batch, tokens)
             if step > limit:
@@ -282,18 +344,21 @@ class DecodeInstance:
             return f"room for it is expected in {wait:.1f} s, its limit is {event.tbt_limit:g} s between tokens"
         return None
 
-    def _wait_for_room(self, here: list[_Request], tokens: int) -> float:
+    def _wait_for_room(self, here: int, tokens: int) -> float:
         """Seconds until pages and a slot have come free for one more: in the time of a stay all of them do.
 
-        0 as long as nobody has left: nothing is known then.
+        `here`: how many do not drain. 0 as long as nobody has left: nothing is known then.
         """
         if self._stay is None:
             return 0.0
-        needed = sum(pages_for(r.tokens, self._block_tokens) for r in here) + len(here)
-        lacking = needed + pages_for(tokens, self._block_tokens) - self.pool.count
-        inside = [r for r in here if r.state in (_State.LOADING, _State.RUNNING)]
-        share = max(lacking / max(self.pool.used, 1), (len(here) + 1 - self._slots) / max(len(inside), 1), 0.0)
+        needed = self._pages_needed() + here + pages_for(tokens, self._block_tokens)
+        lacking, inside = needed - self.pool.count, len(self._batch) + self._loading
+        share = max(lacking / max(self.pool.used, 1), (here + 1 - self._slots) / max(inside, 1), 0.0)
         return self._stay * share
+
+    def _pages_needed(self) -> int:
+        """By the tokens of all that do not drain."""
+        return self.pool.used - self._draining_pages + self._outside_pages + len(self._short)
 
     def _patience(self, limit: float, batch: int, tokens: int) -> float:
         """Seconds that it may wait: the slowest tenth of an answer's intervals holds that, the others being a step."""
@@ -317,26 +382,71 @@ class DecodeInstance:
                 return
             del ready[0]
             r.pages = self.pool.allocate(needed)
+            self._outside_pages -= needed
             r.state = _State.LOADING
             r.since, r.came = now, r.tokens
             self._loading += 1
             actions.append(LoadKv(r.request, r.attempt, tuple(r.pages)))
 
     def _start_step(self, actions: list[DecodeAction]) -> None:
-        if self._stepping:
-            return
+        self._give_pages(actions)
+        joins, self._came = self._came, []
+        for r in joins:
+            r.steps, r.began = True, self._steps
+            self._note_full(r)
+        self._rows += len(joins)
+        if self._rows:
+            self._in_step = True
+            actions.append(self._step(joins))
+
+    def _give_pages(self, actions: list[DecodeAction]) -> None:
+        """To those that need one more; who finds none sits out."""
+        full, filling = dict(self._short), self._filling
+        while filling and filling[0][0] <= self._steps:
+            at, _, r = heapq.heappop(filling)
+            if r.steps and r.full_at == at:
+                full[r] = None
         # Oldest first: when pages run out it is the newest that give way, so they run no more when their turn comes.
-        size, batch = self._block_tokens, self._batch
-        if any(len(r.pages) * size < r.tokens for r in batch):
-            batch = [r for r in list(batch) if r.state is _State.RUNNING and self._grow(r, actions)]
-        if batch:
-            self._stepping = tuple(batch)
-            actions.append(Step(tuple([StepRow(r.request, r.attempt, r.tokens, tuple(r.pages)) for r in batch])))
+        for r in sorted(full, key=_precedence) if full else ():
+            if r.state is not _State.RUNNING:
+                continue
+            if self._grow(r, actions):
+                if r.steps:
+                    self._note_full(r)
+                else:
+                    del self._short[r]
+                    self._came.append(r)
+            elif r.state is _State.RUNNING and r.steps:
+                self._pause(r)
+                self._short[r] = None
+                self._paused.append(r)
+
+    def _step(self, joins: list[_Request]) -> Step:
+        rows: tuple[StepRow, ...] = ()
+        if self._tells_rows:
+            rows = tuple(
+                [StepRow(r.request, r.attempt, self._tokens(r), tuple(r.pages)) for r in self._batch if r.steps]
+            )
+        tokens = self._context_tokens - sum([r.tokens for r in self._short])
+        pauses = tuple([r.request for r in self._paused if r.state is _State.RUNNING])
+        self._paused.clear()
+        return Step(rows, self._rows, tokens, tuple([r.request for r in joins]), pauses)
+
+    def _tokens(self, r: _Request) -> int:
+        return r.tokens + self._steps - r.began if r.steps else r.tokens
+
+    def _note_full(self, r: _Request) -> None:
+        """Its pages hold so many tokens; the step after that needs one more."""
+        r.full_at = r.began + len(r.pages) * self._block_tokens - r.tokens + 1
+        heapq.heappush(self._filling, (r.full_at, r.serial, r))
+
+    def _pause(self, r: _Request) -> None:
+        """It takes part in the steps no more."""
+        r.tokens, r.steps = self._tokens(r), False
+        self._rows -= 1
 
     def _grow(self, r: _Request, actions: list[DecodeAction]) -> bool:
         """A page for the token to compute; False if the request must sit this step out."""
-        if len(r.pages) * self._block_tokens >= r.tokens:
-            return True
         if not self.pool.can_allocate(1):
             # Pages of who is leaving come free soon, and who is loading can be asked to leave once it runs.
             if not self._draining and not self._loading and len(self._batch) > 1:
@@ -347,18 +457,22 @@ class DecodeInstance:
         return True
 
     def _stepped(self, event: Stepped, actions: list[DecodeAction]) -> None:
-        batch, self._stepping = self._stepping, ()
-        finished = set(event.finished)
-        for r in batch:
-            if event.failed:
+        if not self._in_step:
+            return
+        self._in_step = False
+        leaving, self._ending = self._ending, {}
+        if event.failed:
+            for r in [r for r in self._batch if r.steps]:
                 self._drain(r, Ending.DROPPED, actions)
-                continue
-            r.tokens += event.steps
-            self._context_tokens += event.steps
-            if r.ending is not None:
-                self._drain(r, r.ending, actions)
-            elif r.request in finished:
-                self._drain(r, Ending.FINISHED, actions)
+            return
+        self._steps += event.steps
+        self._context_tokens += event.steps * self._rows
+        for id_ in event.finished:
+            done = self._requests.get(id_)
+            if done is not None and done.steps:
+                leaving[done] = None
+        for r in sorted(leaving, key=_precedence):
+            self._drain(r, r.ending or Ending.FINISHED, actions)
 
     def _end(self, r: _Request | None, ending: Ending, actions: list[DecodeAction]) -> None:
         if r is None or r.state is _State.DRAINING:
@@ -367,20 +481,40 @@ class DecodeInstance:
             if r.state is _State.READY:
                 self._ready.remove(r)
             del self._requests[r.request]
+            self._outside_tokens -= r.tokens
+            self._outside_pages -= pages_for(r.tokens, self._block_tokens)
+            self._count_limit(r.tbt_limit, -1)
             actions.append(Drain(r.request, r.attempt, r.tokens, (), ending))
-        elif r.state is _State.LOADING or r in self._stepping:
+        elif r.state is _State.LOADING:
             r.ending = ending
+        elif r.steps and self._in_step:
+            r.ending = ending
+            self._ending[r] = None
         else:
             self._drain(r, ending, actions)
 
     def _drain(self, r: _Request, ending: Ending, actions: list[DecodeAction]) -> None:
         """Out of the batch."""
         self._batch.remove(r)
+        if r.steps:
+            self._pause(r)
+        elif r in self._short:
+            del self._short[r]
+        else:
+            self._came.remove(r)
         self._context_tokens -= r.tokens
         self._draining += 1
+        self._draining_pages += len(r.pages)
+        self._count_limit(r.tbt_limit, -1)
         r.state = _State.DRAINING
         r.ending = ending
         actions.append(Drain(r.request, r.attempt, r.tokens, tuple(r.pages), ending))
+
+    def _count_limit(self, limit: float | None, count: int) -> None:
+        if limit is not None:
+            left = self._limits[limit] = self._limits.get(limit, 0) + count
+            if not left:
+                del self._limits[limit]
 
     def check_integrity(self) -> None:
         self.pool.check_integrity()
@@ -388,14 +522,28 @@ class DecodeInstance:
         assert len(held) == len(set(held)) == self.pool.used
         requests = self._requests.values()
         running = [r for r in requests if r.state is _State.RUNNING]
+        outside = [r for r in requests if r.state in (_State.AWAITING, _State.READY)]
         assert self._batch == sorted(running, key=_precedence)
-        assert self._context_tokens == sum(r.tokens for r in running)
+        assert self._context_tokens == sum(self._tokens(r) for r in running)
         assert self._ready == sorted((r for r in requests if r.state is _State.READY), key=_serial)
         assert self._loading == sum(r.state is _State.LOADING for r in requests)
         assert self._draining == sum(r.state is _State.DRAINING for r in requests)
         for r in requests:
             assert bool(r.pages) == (r.state in (_State.LOADING, _State.RUNNING, _State.DRAINING))
-        assert all(self._requests.get(r.request) is r and r.state is _State.RUNNING for r in self._stepping)
+        steps = [r for r in requests if r.steps]
+        assert self._rows == len(steps)
+        assert self._in_step == bool(steps)
+        assert all(r.state is _State.RUNNING and self._tokens(r) <= len(r.pages) * self._block_tokens for r in steps)
+        assert sorted(map(_serial, [*steps, *self._short, *self._came])) == sorted(map(_serial, running))
+        assert all(r.steps for r in self._ending)
+        assert all((r.full_at, r.serial, r) in self._filling for r in steps)
+        loading = sum(r.tokens for r in requests if r.state is _State.LOADING)
+        assert self._outside_tokens == sum(r.tokens for r in outside) + loading
+        assert self._outside_pages == sum(pages_for(r.tokens, self._block_tokens) for r in outside)
+        here = [r for r in requests if r.state is not _State.DRAINING]
+        assert self._pages_needed() == sum(pages_for(self._tokens(r), self._block_tokens) for r in here)
+        limits = [r.tbt_limit for r in here if r.tbt_limit is not None]
+        assert self._limits == {limit: limits.count(limit) for limit in limits}
 
 
 def _serial(r: _Request) -> int:

@@ -152,7 +152,7 @@ class SimCoupled:
         finished = []
         taken = Tokens(run.began, run.first, run.growth, steps)
         for request in run.requests:
-            request.take(taken)
+            request.take(taken, steps)
             if request.output >= request.output_tokens:
                 finished.append(request.id)
         for chunk in run.chunks:

@@ -2,11 +2,12 @@
 
 A step of a batch of b requests with c tokens takes d0 + d1·b + d2·c, and the next one d2·b longer. Until a request
 ends, needs a page, or something comes that changes the batch, the times of all steps are known; the run is cut at the
-first step that ends after such an event.
+first step that ends after such an event. A request is told its tokens when it leaves the batch: all runs since it came.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -32,17 +33,34 @@ from moonpool.core.vocabulary import PartId, RequestId
 from moonpool.sim.clock import Clock
 from moonpool.sim.node import SimNode
 from moonpool.sim.profile import Profile
-from moonpool.sim.request import Run, SimRequest
+from moonpool.sim.request import SimRequest
 from moonpool.sim.steps import Steps
+
+MOST_RUNS = 4096
+"""Numbers that are kept beyond twice those that are needed."""
 
 
 @dataclass(slots=True)
 class _Run(Steps):
     """Steps under way."""
 
-    requests: list[SimRequest]
+    batch: int
     context: int
     steps: int
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """A request that takes part in the steps."""
+
+    request: SimRequest
+    first: int
+    """The place of its first run among those that are kept."""
+    began: int
+    """How many steps had been taken then."""
+    ends_at: int
+    """So many will have been when it is complete."""
+    here: bool = True
 
 
 class SimDecode:
@@ -66,6 +84,12 @@ class SimDecode:
         self._tell = tell
         self._on_finished = on_finished
         self._requests: dict[RequestId, SimRequest] = {}
+        self._rows: dict[RequestId, _Row] = {}
+        self._ends: list[tuple[int, int, _Row]] = []
+        """A heap of rows, by `ends_at`. Some have left."""
+        self._runs: list[float] = []
+        """The numbers of one run after another, from the first that a row has taken part in."""
+        self._most_runs = MOST_RUNS
         self._run: _Run | None = None
         self._measured: DecodeStepped | None = None
         self._cost = DecodeCost(profile.decode)
@@ -75,6 +99,7 @@ class SimDecode:
             slots=profile.slots,
             queue_bound=4 * profile.slots,
             cost=self._cost,
+            tells_rows=False,
         )
 
     @property
@@ -143,14 +168,28 @@ class SimDecode:
     # Steps
 
     def _start(self, step: Step) -> None:
-        requests = [self._requests[row.request] for row in step.rows]
-        costs, context = self._costs, sum([row.tokens for row in step.rows])
-        first = costs.fixed + costs.per_request * len(requests) + costs.per_context_token * context
-        ends = min([r.output_tokens - r.output for r in requests])
-        steps = min(ends, self._instance.steps_ahead)
-        growth = costs.per_context_token * len(requests)
-        run = self._run = _Run(self._clock.now, first, growth, requests, context, steps)
+        for id_ in step.pauses:
+            self._leave(id_)
+        for id_ in step.joins:
+            self._join(self._requests[id_])
+        while not self._ends[0][2].here:
+            heapq.heappop(self._ends)
+        costs = self._costs
+        first = costs.fixed + costs.per_request * step.batch + costs.per_context_token * step.tokens
+        steps = min(self._ends[0][0] - self.steps, self._instance.steps_ahead)
+        growth = costs.per_context_token * step.batch
+        run = self._run = _Run(self._clock.now, first, growth, step.batch, step.tokens, steps)
         self._clock.at(run.end_of(steps), self._ended, run, steps)
+
+    def _join(self, request: SimRequest) -> None:
+        ends_at = self.steps + request.output_tokens - request.output
+        row = self._rows[request.id] = _Row(request, len(self._runs), self.steps, ends_at)
+        heapq.heappush(self._ends, (ends_at, request.number, row))
+
+    def _leave(self, id_: RequestId) -> None:
+        row = self._rows.pop(id_)
+        row.here = False
+        row.request.take(self._runs[row.first :], self.steps - row.began)
 
     def _cut(self) -> None:
         """Something comes that may change the batch: the run goes on to the end of the step under way."""
@@ -168,15 +207,29 @@ class SimDecode:
         self._run = None
         self.steps += steps
         self.busy_seconds += self._clock.now - run.began
-        taken = Run(run.began, run.first, run.growth, steps)
-        for request in run.requests:
-            request.take(taken)
-        middle = run.context + len(run.requests) * (steps - 1) // 2
-        self._measured = DecodeStepped(self.id, len(run.requests), middle, (self._clock.now - run.began) / steps)
-        finished = tuple([r.id for r in run.requests if r.output >= r.output_tokens])
-        self._feed(Stepped(finished, steps=steps))
+        if len(self._runs) >= self._most_runs:
+            self._forget()
+        self._runs += (run.began, run.first, run.growth, steps)
+        middle = run.context + run.batch * (steps - 1) // 2
+        self._measured = DecodeStepped(self.id, run.batch, middle, (self._clock.now - run.began) / steps)
+        finished, ends = [], self._ends
+        while ends and ends[0][0] <= self.steps:
+            row = heapq.heappop(ends)[2]
+            if row.here:
+                finished.append(row.request.id)
+        self._feed(Stepped(tuple(finished), steps=steps))
+
+    def _forget(self) -> None:
+        """Runs before all rows."""
+        first = min([row.first for row in self._rows.values()])
+        del self._runs[:first]
+        for row in self._rows.values():
+            row.first -= first
+        self._most_runs = 2 * len(self._runs) + MOST_RUNS
 
     def _drain(self, action: Drain) -> None:
+        if action.request in self._rows:
+            self._leave(action.request)
         request = self._requests.pop(action.request)
         stored = KvStored(action.request, action.attempt)
         match action.ending:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -89,10 +90,10 @@ class SimRequest:
             self.runs += Run(now, 0.0, 0.0, 1)
         self.output += 1
 
-    def take(self, run: Run) -> None:
-        """Tokens of consecutive decode steps."""
-        self.runs += run
-        self.output += run.tokens
+    def take(self, runs: Sequence[float], tokens: int) -> None:
+        """Tokens of consecutive decode steps; `runs`: the numbers of one `Run` after another."""
+        self.runs += runs
+        self.output += tokens
 
     def intervals(self) -> Intervals:
         if not self.runs or self.first_token is None:
