@@ -10,6 +10,7 @@ from tests.core.conductor_scene import GATEWAY, SPACE, arrival, gateway, node, p
 from moonpool.core import actions as act
 from moonpool.core import events as ev
 from moonpool.core.conductor import Conductor, ConductorConfig
+from moonpool.core.directory import IndexHealth
 from moonpool.core.state import PartState
 from moonpool.core.vocabulary import Incarnation, PartId, PartKind, PriorityClass, RejectReason, RequestId, Slo, Tier
 
@@ -667,11 +668,24 @@ def test_a_gap_in_a_nodes_announcements_asks_for_one_snapshot() -> None:
     assert not announce(1, 1)
     assert kinds(announce(3, 2)) == ["SendSnapshot"]
     assert not announce(5, 3)
-    assert d.part(N0).index == "catching-up"
+    assert d.part(N0).index == "degraded"
     d.tell(stored(0, 5, keys))
     assert (d.part(N0).index, d.part(N0).blocks) == ("exact", {"dram": 4, "ssd": 0})
     assert not announce(4, 1)
     assert not announce(6, 1)
+
+
+def test_a_placement_says_how_well_the_directory_knew_its_nodes() -> None:
+    d = desk()
+    who, keys = peer(N0), arrival("a", tokens=64).chains[0].keys
+    assert d.place(arrival("a", tokens=64)).index is IndexHealth.EXACT
+    for seq in (1, 3):
+        d.tell(ev.BlocksStored(N0, who.incarnation, seq, SPACE.id, Tier.DRAM, keys[:1]))
+    place = d.place(arrival("b", tokens=64))
+    assert N0 in (place.prefill_node.id, place.decode_node.id)
+    assert place.index is IndexHealth.DEGRADED
+    d.tell(stored(0, 3, keys))
+    assert d.place(arrival("c", tokens=64)).index is IndexHealth.EXACT
 
 
 def test_a_last_announcement_that_was_lost_is_missed_at_the_next_heartbeat() -> None:
@@ -684,7 +698,7 @@ def test_a_last_announcement_that_was_lost_is_missed_at_the_next_heartbeat() -> 
     assert not d.tell(ev.BlocksStored(N0, who.incarnation, 1, SPACE.id, Tier.DRAM, keys[:1]))
     assert not beat(1)
     assert kinds(beat(2)) == ["SendSnapshot"]
-    assert d.part(N0).index == "catching-up"
+    assert d.part(N0).index == "degraded"
     assert not beat(2), "it was asked for"
     d.tell(stored(0, 2, keys))
     assert not beat(2)

@@ -50,7 +50,8 @@ def test_a_repeat_or_a_gap_is_reported_once(seq: int) -> None:
     assert directory.health(NODES[0]) is IndexHealth.EXACT
     assert not directory.stored(NODES[0], 1, S, DRAM, KEYS[:1])
     assert directory.stored(NODES[0], seq, S, DRAM, KEYS[:2])
-    assert directory.health(NODES[0]) is IndexHealth.CATCHING_UP
+    assert directory.health(NODES[0]) is IndexHealth.DEGRADED
+    assert directory.awaits_snapshot(NODES[0])
     assert not directory.removed(NODES[0], 9, S, DRAM, KEYS[:1])
     directory.replace(NODES[0], 9, ((S, DRAM, KEYS[:4]),))
     assert directory.health(NODES[0]) is IndexHealth.EXACT
@@ -58,6 +59,40 @@ def test_a_repeat_or_a_gap_is_reported_once(seq: int) -> None:
     assert list(directory.match(Chain(S, KEYS)).items()) == [(NODES[0], 4)]
     assert not directory.removed(NODES[0], 10, S, DRAM, KEYS)
     assert list(directory.match(Chain(S, KEYS)).items()) == []
+
+
+def test_a_snapshot_in_parts_is_exact_with_the_last_of_them() -> None:
+    directory = joined(NODES[0], NODES[1])
+    directory.replace(NODES[0], 5, ((S, DRAM, KEYS[:2]),), more=True)
+    assert not directory.stored(NODES[0], 6, S, DRAM, KEYS[2:4], more=True)
+    assert directory.health(NODES[0]) is IndexHealth.CATCHING_UP
+    assert not directory.awaits_snapshot(NODES[0]), "it is coming"
+    assert directory.worst_health(NODES[:2]) is IndexHealth.CATCHING_UP
+    assert directory.worst_health([NODES[1], NODES[3]]) is IndexHealth.EXACT
+    assert not directory.stored(NODES[0], 7, S, SSD, KEYS[4:])
+    assert directory.health(NODES[0]) is IndexHealth.EXACT
+
+
+def test_a_part_of_a_snapshot_that_is_lost_is_asked_for() -> None:
+    directory = joined(NODES[0])
+    directory.replace(NODES[0], 5, ((S, DRAM, KEYS[:2]),), more=True)
+    assert directory.stored(NODES[0], 7, S, DRAM, KEYS[2:4])
+    assert directory.health(NODES[0]) is IndexHealth.DEGRADED
+    assert not directory.stored(NODES[0], 8, S, DRAM, KEYS[4:]), "once"
+    directory.replace(NODES[0], 8, ((S, DRAM, KEYS),), more=True)
+    assert directory.lacks(NODES[0], 9), "the last part, and nothing has come since"
+    assert directory.health(NODES[0]) is IndexHealth.DEGRADED
+
+
+def test_before_its_first_snapshot_a_node_is_asked_for_nothing_more() -> None:
+    directory = Directory()
+    directory.join(NODES[0])
+    assert directory.awaits_snapshot(NODES[0])
+    assert not directory.stored(NODES[0], 7, S, DRAM, KEYS[:1])
+    assert not directory.lacks(NODES[0], 9)
+    assert directory.health(NODES[0]) is IndexHealth.CATCHING_UP
+    directory.replace(NODES[0], 0, ())
+    assert directory.health(NODES[0]) is IndexHealth.EXACT
 
 
 def test_a_node_that_comes_back_starts_empty() -> None:

@@ -25,10 +25,10 @@ def apply(directory: Directory, message: Snapshot | BlocksStored | BlocksRemoved
     """Whether the directory misses something."""
     match message:
         case Snapshot():
-            directory.replace(NODE, message.seq, message.blocks)
+            directory.replace(NODE, message.seq, message.blocks, message.more)
             return False
         case BlocksStored():
-            return directory.stored(NODE, message.seq, message.space, message.tier, message.keys)
+            return directory.stored(NODE, message.seq, message.space, message.tier, message.keys, message.more)
         case BlocksRemoved():
             return directory.removed(NODE, message.seq, message.space, message.tier, message.keys)
 
@@ -50,7 +50,10 @@ def test_a_node_too_large_for_one_message_is_announced_whole(
     # Meanwhile one that is still to be told of goes, and another comes.
     told.note(Change(False, ssd[-1], Tier.SSD))
     told.note(Change(True, names(S, "d", 1)[0], Tier.DRAM))
+    is_whole = False
     while (message := told.next([], [])) is not None:
+        is_whole |= sum(directory.counts(NODE).values()) >= 19
+        assert directory.health(NODE) is (IndexHealth.EXACT if is_whole else IndexHealth.CATCHING_UP)
         assert not apply(directory, message)
     assert directory.counts(NODE) == {Tier.DRAM: 6, Tier.SSD: 13}
     assert directory.health(NODE) is IndexHealth.EXACT

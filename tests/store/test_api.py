@@ -101,6 +101,7 @@ def test_layers_are_gathered_and_scattered(space: Space) -> None:
     assert np.array_equal(last, whole[3])
 
 
+@pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
 def test_whatever_has_contiguous_memory_is_a_buffer(space: Space) -> None:
     torch = pytest.importorskip("torch")
     plain = bytes_of(K[0])
@@ -110,6 +111,8 @@ def test_whatever_has_contiguous_memory_is_a_buffer(space: Space) -> None:
         memoryview(plain.tobytes()),
         plain.view(np.float32).reshape(8, -1),
         torch.from_numpy(plain.copy()).view(torch.bfloat16).reshape(16, -1),
+        np.matrix(plain.view(np.float32).reshape(8, -1)),
+        np.ma.masked_array(plain),
     ]
     for key, data in zip(K, same, strict=False):
         assert space.put(key, data)
@@ -119,6 +122,15 @@ def test_whatever_has_contiguous_memory_is_a_buffer(space: Space) -> None:
     into = torch.zeros(BLOCK // 2, dtype=torch.bfloat16)
     assert space.get_into(K[0], [into])
     assert np.array_equal(into.view(torch.uint8).numpy(), plain)
+    flat = np.matrix(np.zeros((4, BLOCK // 4), np.uint8))
+    assert space.get_into(K[0], [flat])
+    assert flat.tobytes() == plain.tobytes()
+
+
+def test_a_tensor_that_is_not_what_it_holds_is_refused(space: Space) -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(PoolError, match=r"give tensor\.clone"):
+        space.put(K[0], torch.zeros(BLOCK // 8, dtype=torch.complex64).conj())
 
 
 @pytest.mark.parametrize(
@@ -146,6 +158,15 @@ def test_mistakes_are_named(pool: Client, space: Space, node: NodePeer) -> None:
         space.get([K[0], short])
     with pytest.raises(PoolError, match="16 bytes, not 5"):
         space.exists(short)
+    for no_key in ("sixteen characters"[:16], None, 16):
+        with pytest.raises(PoolError, match="not those of"):
+            space.put(no_key, data)  # type: ignore[arg-type]
+        with pytest.raises(PoolError, match="not those of"):
+            space.exists_many([K[0], no_key])  # type: ignore[list-item]
+    with pytest.raises(PoolError, match=r"key space s: .*block_tokens"):
+        pool.space("s", block_bytes=4096, block_tokens=0)
+    with pytest.raises(PoolError, match=r"key space s: .*runs"):
+        pool.space("s", block_bytes=1 << 20, layers=1 << 20)
     with pytest.raises(PoolError, match="2 keys with 1 lists"):
         space.put_many(K[:2], [data])
     with pytest.raises(PoolError, match="read-only"):
@@ -180,11 +201,71 @@ def test_a_key_space_is_its_name(pool: Client, node: NodePeer, connect: Connect)
     assert key_of("a") == key_of(b"a")
 
 
+def test_a_layout_that_no_block_has_binds_nobody(pool: Client) -> None:
+    """Whoever asked with the wrong one, or removed all blocks that had it."""
+    wrong, right = (pool.space("s", block_bytes=nbytes) for nbytes in (100, 8192))
+    assert not wrong.exists(K[0])
+    assert wrong.get(K[:1]).hits == 0
+    assert right.put(K[0], bytes(8192))
+    for ask in (lambda: wrong.get(K[:1]), lambda: wrong.put(K[1], bytes(100))):
+        with pytest.raises(PoolError, match="has 1 runs of 8192 bytes on this node, not 1 of 100"):
+            ask()
+    assert right.remove(K[:1]) == [True]
+    assert wrong.put(K[0], bytes(100))
+
+
+def test_a_node_takes_blocks_of_so_many_key_spaces_at_a_time(pool: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moonpool.store.spaces.MAX_SPACES", 2)
+    one, two, three = (pool.space(name, block_bytes=1) for name in ("one", "two", "three"))
+    assert one.put(K[0], b"1")
+    assert two.put(K[0], b"2")
+    with pytest.raises(PoolError, match="blocks of 2 key spaces already"):
+        three.put(K[0], b"3")
+    assert three.get(K[:1]).hits == 0
+    assert one.remove(K[:1]) == [True]
+    assert three.put(K[0], b"3")
+    assert bytes(three.get(K[:1])[0] or b"") == b"3"
+
+
 def test_metas_are_kept_with_their_blocks(space: Space) -> None:
     first, second = BlockMeta.of(tokens=range(16)), BlockMeta.of(K[0], 1, range(16, 32))
     space.put_many(K[:2], [bytes_of(key) for key in K[:2]], [first, second])
     assert space.metas(K[:3]) == [first, second, None]
     assert second.token_ids == tuple(range(16, 32))
+
+
+def test_small_blocks_and_parts_of_blocks_go_in_batches_of_the_room_they_take(
+    conductor: Conductor, connect: Connect, way: str
+) -> None:
+    """A block of a byte takes a page; whoever reads a layer of each of many blocks has the node hold them whole."""
+    node = conductor.start_node("small", 64 * BLOCK, client_quota=16 * BLOCK)
+    pool = connect(node, way)
+    tiny, keys = pool.space("tiny", block_bytes=1), keys_of("tiny", 200)
+    assert all(tiny.put_many(keys, [bytes([at]) for at in range(200)]))
+    targets = [bytearray(1) for _ in keys]
+    assert all(tiny.get_into_many(keys, targets))
+    assert targets == [bytes([at]) for at in range(200)]
+    assert all(tiny.remove(keys))
+    space, keys = pool.space(SPACE), keys_of("whole", 40)
+    assert all(space.put_many(keys, [bytes_of(key) for key in keys]))
+    layers = [np.zeros(BLOCK // 4, np.uint8) for _ in keys]
+    # One that is not there: so all are asked for.
+    there = space.get_into_many([*keys, K[0]], [*layers, bytearray(BLOCK // 4)], layers=(2, 1))
+    assert there == [True] * 40 + [False]
+    for key, layer in zip(keys, layers, strict=True):
+        assert np.array_equal(layer, bytes_of(key).reshape(4, -1)[2])
+
+
+def test_any_number_of_keys_is_asked_about(pool: Client, space: Space) -> None:
+    """Though a frame holds a million of them, and the descriptions of a few thousand blocks."""
+    space.put(K[0], bytes_of(K[0]))
+    many = [BlockKey(at.to_bytes(16, "little")) for at in range(1 << 20)]
+    many.append(K[0])
+    assert space.exists_many(many) == [False] * (1 << 20) + [True]
+    wordy = pool.space("wordy", block_bytes=1, block_tokens=65536)
+    keys, metas = keys_of("w", 70), [BlockMeta.of(None, at, range(65536)) for at in range(70)]
+    assert all(wordy.put_many(keys, [b"x"] * 70, metas))
+    assert wordy.metas(keys) == metas
 
 
 def test_a_batch_larger_than_the_arena_goes_through(space: Space) -> None:

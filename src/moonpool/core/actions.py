@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from moonpool.core.directory import IndexHealth
 from moonpool.core.vocabulary import (
     BlockKey,
     Capacity,
@@ -58,6 +59,8 @@ class Place(Struct, frozen=True, tag=True):
 
     One that is not there is not waited for.
     """
+    index: IndexHealth = IndexHealth.EXACT
+    """The worst of what the directory knew of the nodes that this counts on."""
 
 
 class Reject(Struct, frozen=True, tag=True):

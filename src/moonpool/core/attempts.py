@@ -228,6 +228,7 @@ class Attempts:
         awaits = self._producer(choice)
         if awaits is None and choice.awaits is not None and plan is None:
             hit = min(hit, choice.prefill.resident_blocks)
+        counted_on = [choice.prefill.node, choice.decode.node, *((plan.source,) if plan else ())]
         request.accepted = True
         self.requests.move(request, Phase.PREFILL)
         of_class(self.endings.decisions, request.priority.name).placed += 1
@@ -253,6 +254,7 @@ class Attempts:
                 compute_seconds=choice.prefill_seconds,
                 tbt_limit=tbt_limit,
                 awaits=awaits,
+                index=self._directory.worst_health(counted_on),
             )
         )
 

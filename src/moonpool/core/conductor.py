@@ -12,7 +12,7 @@ from moonpool.core import actions as act
 from moonpool.core import events as ev
 from moonpool.core.attempts import Attempts
 from moonpool.core.cost import DecodeCost, PrefillCost
-from moonpool.core.directory import Directory, IndexHealth
+from moonpool.core.directory import Directory
 from moonpool.core.fleet import Fleet, Part
 from moonpool.core.keydump import KeyDump, KeyGroup
 from moonpool.core.replication import order_copies
@@ -181,8 +181,7 @@ class Conductor:
             node = self._fleet.nodes[part.id]
             if event.used_bytes < before.used_bytes:
                 node.ceiling = None
-            catching_up = self._directory.health(part.id) is IndexHealth.CATCHING_UP
-            overdue = catching_up and now - node.snapshot_asked_at >= SNAPSHOT_SECONDS
+            overdue = self._directory.awaits_snapshot(part.id) and now - node.snapshot_asked_at >= SNAPSHOT_SECONDS
             if overdue or self._directory.lacks(part.id, event.announced):
                 self._ask_snapshot(part.id, now)
         if _has_less_to_do(before, event):
@@ -220,14 +219,14 @@ class Conductor:
             return
         missing = False
         match event:
-            case ev.BlocksStored(node=node, seq=seq, space=space, tier=tier, keys=keys):
-                missing = self._directory.stored(node, seq, space, tier, keys)
+            case ev.BlocksStored(node=node, seq=seq, space=space, tier=tier, keys=keys, more=more):
+                missing = self._directory.stored(node, seq, space, tier, keys, more)
             case ev.BlocksRemoved(node=node, seq=seq, space=space, tier=tier, keys=keys):
                 missing = self._directory.removed(node, seq, space, tier, keys)
                 self._fleet.nodes[node].ceiling = None
                 self._attempts.endings.may_serve = True
             case ev.Snapshot():
-                self._directory.replace(event.node, event.seq, event.blocks)
+                self._directory.replace(event.node, event.seq, event.blocks, event.more)
         if missing:
             self._ask_snapshot(event.node, now)
 

@@ -32,7 +32,13 @@ _SETS_REMEMBERED = 4096
 class IndexHealth(enum.Enum):
     EXACT = "exact"
     CATCHING_UP = "catching-up"
+    """The node has joined, and its snapshot is not here yet, or not all parts of it: there is more than is known."""
+    DEGRADED = "degraded"
     """An announcement is missing; what is known may be wrong until the node's snapshot comes."""
+
+
+_HEALTHS = list(IndexHealth)
+"""The best first."""
 
 
 @dataclass(slots=True)
@@ -40,8 +46,8 @@ class _Holder:
     bit: int
     seq: int = 0
     """The newest announcement applied."""
-    snapshot_seq: int = 0
-    """Announcements up to here are covered by a snapshot."""
+    snapshot_seq: int = -1
+    """Announcements up to here are covered by a snapshot. -1: none has come."""
     health: IndexHealth = IndexHealth.CATCHING_UP
     counts: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
 
@@ -77,14 +83,19 @@ class Directory:
         """All its blocks leave."""
         self._give_up(self._holders.pop(node).bit)
 
-    def stored(self, node: PartId, seq: int, space: KeySpaceId, tier: Tier, keys: Sequence[BlockKey]) -> bool:
-        """Apply an announcement. True: one is missing or repeated for the first time, ask for a snapshot."""
+    def stored(
+        self, node: PartId, seq: int, space: KeySpaceId, tier: Tier, keys: Sequence[BlockKey], more: bool = False
+    ) -> bool:
+        """Apply an announcement. True: one is missing or repeated for the first time, ask for a snapshot.
+
+        `more`: it is a part of a snapshot, and others follow.
+        """
         holder = self._holders[node]
         if seq <= holder.snapshot_seq:
             return False
         self._add(holder, space, tier, keys)
         self._clear_some()
-        return self._advance(holder, seq)
+        return self._advance(holder, seq, is_last=not more)
 
     def removed(self, node: PartId, seq: int, space: KeySpaceId, tier: Tier, keys: Sequence[BlockKey]) -> bool:
         """As `stored`, for blocks that left a tier."""
@@ -96,8 +107,14 @@ class Directory:
         self._clear_some()
         return self._advance(holder, seq)
 
-    def replace(self, node: PartId, seq: int, blocks: Sequence[tuple[KeySpaceId, Tier, Sequence[BlockKey]]]) -> None:
-        """A snapshot: exactly these blocks, as of the node's announcement `seq`."""
+    def replace(
+        self,
+        node: PartId,
+        seq: int,
+        blocks: Sequence[tuple[KeySpaceId, Tier, Sequence[BlockKey]]],
+        more: bool = False,
+    ) -> None:
+        """A snapshot: exactly these blocks, as of the node's announcement `seq`. `more`: those of the next ones too."""
         holder = self._holders[node]
         if any(holder.counts.values()):
             self._give_up(holder.bit)
@@ -107,15 +124,12 @@ class Directory:
             self._add(holder, space, tier, keys)
         self._clear_some()
         holder.seq = holder.snapshot_seq = seq
-        holder.health = IndexHealth.EXACT
+        holder.health = IndexHealth.CATCHING_UP if more else IndexHealth.EXACT
 
     def lacks(self, node: PartId, seq: int) -> bool:
         """The node's announcement `seq` was sent. True: it is lost, and no later one has told; ask for a snapshot."""
         holder = self._holders[node]
-        if seq <= holder.seq or holder.health is IndexHealth.CATCHING_UP:
-            return False
-        holder.health = IndexHealth.CATCHING_UP
-        return True
+        return seq > holder.seq and _degrade(holder)
 
     def match(self, chain: Chain) -> dict[PartId, int]:
         """Of every node with at least one block its leading run in any tier; longest first, then by id."""
@@ -202,6 +216,16 @@ class Directory:
     def health(self, node: PartId) -> IndexHealth:
         return self._holders[node].health
 
+    def awaits_snapshot(self, node: PartId) -> bool:
+        """Its snapshot was asked for, and nothing of it has come."""
+        holder = self._holders[node]
+        return holder.health is IndexHealth.DEGRADED or holder.snapshot_seq < 0
+
+    def worst_health(self, nodes: Sequence[PartId]) -> IndexHealth:
+        """Of those of these nodes that are there."""
+        there = [self._holders[node].health for node in nodes if node in self._holders]
+        return max(there, key=_HEALTHS.index, default=IndexHealth.EXACT)
+
     def counts(self, node: PartId) -> dict[Tier, int]:
         """Blocks a tier; one that is in two tiers counts in both."""
         return dict(self._holders[node].counts)
@@ -242,13 +266,15 @@ class Directory:
             directory._has_ssd |= counts[Tier.SSD] > 0
         return directory
 
-    def _advance(self, holder: _Holder, seq: int) -> bool:
+    def _advance(self, holder: _Holder, seq: int, is_last: bool = False) -> bool:
+        """`is_last`: with it all parts of a snapshot are there, if those before it are."""
         in_order = seq == holder.seq + 1
         holder.seq = max(holder.seq, seq)
-        if in_order or holder.health is IndexHealth.CATCHING_UP:
-            return False
-        holder.health = IndexHealth.CATCHING_UP
-        return True
+        if not in_order:
+            return _degrade(holder)
+        if is_last and holder.health is IndexHealth.CATCHING_UP and holder.snapshot_seq >= 0:
+            holder.health = IndexHealth.EXACT
+        return False
 
     def _nodes(self, mask: int) -> list[PartId]:
         """Whose bits these are, in the order of the bits."""
@@ -352,3 +378,11 @@ class Directory:
                     for node in self._nodes(mask & self._live):
                         counted[node, tier] += 1
         assert counted == {(node, tier): n for node, h in self._holders.items() for tier, n in h.counts.items()}
+
+
+def _degrade(holder: _Holder) -> bool:
+    """An announcement is missing. Whether a snapshot is to be asked for: not where one is on its way."""
+    if holder.health is IndexHealth.DEGRADED or holder.snapshot_seq < 0:
+        return False
+    holder.health = IndexHealth.DEGRADED
+    return True

@@ -207,6 +207,8 @@ class BlocksStored(Struct, frozen=True, tag=True):
     space: KeySpaceId
     tier: Tier
     keys: tuple[BlockKey, ...]
+    more: bool = False
+    """It is a part of a snapshot that did not fit into one message, and not the last."""
 
 
 class BlocksRemoved(Struct, frozen=True, tag=True):
@@ -219,12 +221,14 @@ class BlocksRemoved(Struct, frozen=True, tag=True):
 
 
 class Snapshot(Struct, frozen=True, tag=True):
-    """All readable blocks of a node after its event `seq`; replaces what the directory knew of it."""
+    """The readable blocks of a node after its event `seq`; they replace what the directory knew of it."""
 
     node: PartId
     incarnation: Incarnation
     seq: int
     blocks: tuple[tuple[KeySpaceId, Tier, tuple[BlockKey, ...]], ...]
+    more: bool = False
+    """The others follow, as `BlocksStored`."""
 
 
 class ReplicasWanted(Struct, frozen=True, tag=True):

@@ -46,7 +46,7 @@ class PartState(Struct, frozen=True, omit_defaults=True):
     blocks: dict[str, int] | None = None
     """Nodes: whole blocks in the directory, by tier."""
     index: str | None = None
-    """Nodes: `exact` or `catching-up`."""
+    """Nodes: `exact`, `catching-up` or `degraded`."""
 
 
 class HoldState(Struct, frozen=True):

@@ -166,13 +166,21 @@ Reply = Entered | Marks | Numbers | Described | Stock | Refused
 
 
 def packed(keys: Sequence[BlockKey]) -> bytes:
-    """Raises PoolError for a key of another length."""
-    if any(len(key) != BLOCK_KEY_BYTES for key in keys):
-        wrong = next(key for key in keys if len(key) != BLOCK_KEY_BYTES)
-        raise PoolError(
-            f"a block key has {BLOCK_KEY_BYTES} bytes, not {len(wrong)}: take `Space.keys_of` or `key_of` to make one"
-        )
-    return b"".join(keys)
+    """Raises PoolError for what is no key."""
+    try:
+        if any(len(key) != BLOCK_KEY_BYTES for key in keys):
+            wrong = next(key for key in keys if len(key) != BLOCK_KEY_BYTES)
+            raise _no_key(f"{len(wrong)}")
+        return b"".join(keys)
+    except TypeError:
+        wrong = next(key for key in keys if not isinstance(key, bytes | bytearray | memoryview))
+        raise _no_key(f"those of {type(wrong).__name__}") from None
+
+
+def _no_key(what: str) -> PoolError:
+    return PoolError(
+        f"a block key has {BLOCK_KEY_BYTES} bytes, not {what}: take `Space.keys_of` or `key_of` to make one"
+    )
 
 
 def unpacked(keys: bytes) -> list[BlockKey]:

@@ -55,22 +55,22 @@ class Announcements:
             tier, names = self._rest[0]
             space = names[-1][0]
             self.seq += 1
-            stored = BlocksStored(self.node, self.incarnation, self.seq, space, tier, _take(names, KEYS_A_MESSAGE))
+            keys = _take(names, KEYS_A_MESSAGE)
             if not names:
                 self._rest.popleft()
-            return stored
+            return BlocksStored(self.node, self.incarnation, self.seq, space, tier, keys, more=bool(self._rest))
         if not self._pending:
             return None
         first = self._pending[0]
-        keys: list[BlockKey] = []
-        while self._pending and len(keys) < KEYS_A_MESSAGE:
+        changed: list[BlockKey] = []
+        while self._pending and len(changed) < KEYS_A_MESSAGE:
             change = self._pending[0]
             if (change.stored, change.tier, change.name[0]) != (first.stored, first.tier, first.name[0]):
                 break
-            keys.append(self._pending.popleft().name[1])
+            changed.append(self._pending.popleft().name[1])
         self.seq += 1
         kind = BlocksStored if first.stored else BlocksRemoved
-        return kind(self.node, self.incarnation, self.seq, first.name[0], first.tier, tuple(keys))
+        return kind(self.node, self.incarnation, self.seq, first.name[0], first.tier, tuple(changed))
 
     def _snapshot(self, resident: dict[Tier, Iterable[Name]]) -> Snapshot:
         # A copy and no more, for the ledger's lock is held: the rest is put in order as it is sent.
@@ -87,7 +87,7 @@ class Announcements:
                 self._rest.popleft()
         if self._rest:
             self.on_pending()
-        return Snapshot(self.node, self.incarnation, self.seq, tuple(blocks))
+        return Snapshot(self.node, self.incarnation, self.seq, tuple(blocks), more=bool(self._rest))
 
 
 def _take(names: list[Name], most: int) -> tuple[BlockKey, ...]:

@@ -12,11 +12,14 @@ Everything raises PoolError with a message that says what to do.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self, TypeVar, overload
+
+import msgspec
 
 from moonpool.core.blocks import block_keys
 from moonpool.core.vocabulary import BLOCK_KEY_BYTES, BlockKey, BlockMeta, KeySpace, KeySpaceId, PartId
@@ -42,13 +45,20 @@ from moonpool.messenger.questions import (
 )
 from moonpool.messenger.transfer import Bytes
 from moonpool.store.buffers import Buffer, as_pieces
+from moonpool.store.extents import page_aligned
 from moonpool.store.far import FarHome
 from moonpool.store.home import Held, Home, Layers, Wait
+from moonpool.store.ledger import MAX_META_TOKENS
 from moonpool.store.near import NearHome
 
 T = TypeVar("T")
 
 TIMEOUT_SECONDS = 30.0
+KEYS_A_CALL = 1024
+"""More are put or copied in parts: a node's books are locked for some ten microseconds a block."""
+KEYS_A_QUESTION = 8192
+SAID_BYTES = 4 << 20
+"""Of what goes with blocks in one call (keys, checksums, token ids); a frame takes four times as much."""
 _ID_DIGITS = 32
 
 
@@ -98,16 +108,15 @@ class Client:
         that can be read by themselves and have a checksum each.
         """
         if isinstance(name, KeySpace):
-            return Space(self._home, name, self._timeout)
+            return Space(self._home, _checked(name, name.id), self._timeout)
         if block_bytes < 1 or layers < 1 or block_bytes % layers:
             raise PoolError(
                 f"key space {name}: {block_bytes} bytes are no {layers} layers of equal size: see block_bytes"
             )
         is_id = len(name) == _ID_DIGITS and all(digit in "0123456789abcdef" for digit in name)
         space_id = name if is_id else key_of("moonpool key space", name).hex()
-        return Space(
-            self._home, KeySpace(KeySpaceId(space_id), block_tokens, layers, block_bytes // layers), self._timeout
-        )
+        space = KeySpace(KeySpaceId(space_id), block_tokens, layers, block_bytes // layers)
+        return Space(self._home, _checked(space, name), self._timeout)
 
     def stats(self) -> dict[str, float]:
         """The home node's counters and gauges (docs/operations.md)."""
@@ -206,9 +215,7 @@ class Space:
         packed(keys)
         sources = [as_pieces(buffers, self.block_bytes) for buffers in pieces]
         return self._in_parts(
-            len(keys),
-            self.block_bytes,
-            lambda part: self._home.put(self.key_space, keys[part], sources[part], metas[part]),
+            len(keys), lambda part: self._home.put(self.key_space, keys[part], sources[part], metas[part])
         )
 
     # Reading
@@ -219,12 +226,19 @@ class Space:
         `layers`: (first, count), only these. `wait_until`: a time of time.monotonic() until which blocks that somebody
         is writing now are waited for; one whose writer gives up is a miss at once.
         """
-        chosen, wait = self._layers(layers), self._wait(wait_until)
+        chosen = self._layers(layers)
         packed(keys)
-        if not self._home.copies:
-            return Blocks([self._home.get(self.key_space, keys, chosen, wait)])
-        parts = self._parts(len(keys), chosen[1] * self.layer_bytes)
-        return Blocks([self._home.get(self.key_space, keys[part], chosen, wait) for part in parts])
+        # Where they are held and not copied, parts of them would be no easier to have.
+        parts = self._parts(len(keys)) if self._home.copies else _slices(len(keys), KEYS_A_QUESTION)
+        with contextlib.ExitStack() as holding:
+            held = [
+                holding.enter_context(
+                    contextlib.closing(self._home.get(self.key_space, keys[part], chosen, self._wait(wait_until)))
+                )
+                for part in parts
+            ]
+            holding.pop_all()
+            return Blocks(held)
 
     def get_into(
         self,
@@ -244,14 +258,13 @@ class Space:
         wait_until: float | None = None,
     ) -> list[bool]:
         _check_length(keys, pieces, "lists of buffers")
-        chosen, wait = self._layers(layers), self._wait(wait_until)
+        chosen = self._layers(layers)
         packed(keys)
         nbytes = chosen[1] * self.layer_bytes
         targets = [as_pieces(buffers, nbytes, writable=True) for buffers in pieces]
         return self._in_parts(
             len(keys),
-            nbytes,
-            lambda part: self._home.get_into(self.key_space, keys[part], targets[part], chosen, wait),
+            lambda part: self._home.get_into(self.key_space, keys[part], targets[part], chosen, self._wait(wait_until)),
         )
 
     def exists(self, key: BlockKey) -> bool:
@@ -259,13 +272,16 @@ class Space:
 
     def exists_many(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Which of them are in the pool, on any node and in any tier."""
-        return _yes(self._marks(Exists(self.key_space.id, packed(keys))))
+        return _yes(self._marks(keys, lambda some: Exists(self.key_space.id, some)))
 
     def metas(self, keys: Sequence[BlockKey]) -> list[BlockMeta | None]:
         """What was given with those blocks that are on the home node."""
-        described = self._home.ask(DescribeBlocks(self.key_space.id, packed(keys)))
-        assert isinstance(described, Described)
-        return list(described.metas)
+        found: list[BlockMeta | None] = []
+        for part in self._parts(len(keys)):
+            described = self._home.ask(DescribeBlocks(self.key_space.id, packed(keys[part])))
+            assert isinstance(described, Described)
+            found += described.metas
+        return found
 
     # Keeping
 
@@ -276,11 +292,12 @@ class Space:
         """
         if not 0 < ttl <= 1e9:
             raise PoolError(f"a pin ends after its time, which is not {ttl} seconds")
-        return _yes(self._marks(Pin(self.key_space, packed(keys), ttl)))
+        # All in one question: none of them is pinned where that is refused.
+        return _yes(self._ask_marks(Pin(self.key_space, packed(keys), ttl)))
 
     def unpin(self, keys: Sequence[BlockKey]) -> list[bool]:
         """End these pins, whoever made them. False for those that were not pinned on the home node."""
-        return _yes(self._marks(Unpin(self.key_space.id, packed(keys))))
+        return _yes(self._marks(keys, lambda some: Unpin(self.key_space.id, some)))
 
     def replicas(self, key: BlockKey, n: int = 0) -> int:
         """On how many nodes it is. With `n` it is copied to so many, as far as there are; on how many it will be then.
@@ -298,7 +315,7 @@ class Space:
 
         Raises PoolError that names those which somebody reads or has pinned; the others are gone all the same.
         """
-        marks = self._marks(Remove(self.key_space.id, packed(keys)))
+        marks = self._marks(keys, lambda some: Remove(self.key_space.id, some))
         why = {LEASED: "read by somebody", PINNED: "pinned", BUSY: "on its way to or from an SSD"}
         kept = [f"{key.hex()} ({why[mark]})" for key, mark in zip(keys, marks, strict=True) if mark in why]
         if kept:
@@ -306,7 +323,12 @@ class Space:
             raise PoolError(f"not removed: {', '.join(kept[:8])}{more}; release or unpin first")
         return _yes(marks)
 
-    def _marks(self, question: Question) -> bytes:
+    def _marks(self, keys: Sequence[BlockKey], question: Callable[[bytes], Question]) -> bytes:
+        """`question`: of packed keys."""
+        packed(keys)
+        return b"".join(self._ask_marks(question(packed(keys[part]))) for part in _slices(len(keys), KEYS_A_QUESTION))
+
+    def _ask_marks(self, question: Question) -> bytes:
         answer = self._home.ask(question)
         assert isinstance(answer, Marks)
         return answer.marks
@@ -323,12 +345,28 @@ class Space:
             return Wait(self._timeout, False)
         return Wait(max(0.0, wait_until - time.monotonic()), True)
 
-    def _parts(self, count: int, nbytes: int) -> Iterator[slice]:
-        size = max(1, self._home.batch_bytes // nbytes)
-        return (slice(start, min(start + size, count)) for start in range(0, max(count, 1), size))
+    def _parts(self, count: int) -> list[slice]:
+        """Of so many blocks, whose places in the arena and descriptions a node should not be asked for all at once."""
+        space = self.key_space
+        said = 64 + 8 * space.runs + 4 * min(space.block_tokens, MAX_META_TOKENS)
+        size = min(KEYS_A_CALL, self._home.batch_bytes // page_aligned(space.block_bytes), SAID_BYTES // said)
+        return _slices(count, max(1, size))
 
-    def _in_parts(self, count: int, nbytes: int, work: Callable[[slice], list[T]]) -> list[T]:
-        return [outcome for part in self._parts(count, nbytes) for outcome in work(part)]
+    def _in_parts(self, count: int, work: Callable[[slice], list[T]]) -> list[T]:
+        return [outcome for part in self._parts(count) for outcome in work(part)]
+
+
+def _slices(count: int, size: int) -> list[slice]:
+    """At least one: what is asked about nothing is asked all the same."""
+    return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
+
+
+def _checked(space: KeySpace, name: str) -> KeySpace:
+    """Raises PoolError for what no node would take."""
+    try:
+        return msgspec.convert(msgspec.to_builtins(space), KeySpace)
+    except msgspec.ValidationError as e:
+        raise PoolError(f"key space {name}: {e}") from None
 
 
 def _yes(marks: bytes) -> list[bool]:

@@ -16,6 +16,7 @@ from moonpool.core.eviction import Eviction
 from moonpool.core.vocabulary import BlockKey, KeySpace, KeySpaceId, Tier
 from moonpool.store.board import Board
 from moonpool.store.extents import Extents, page_aligned
+from moonpool.store.spaces import Spaces
 
 Name = tuple[KeySpaceId, BlockKey]
 
@@ -77,6 +78,7 @@ class Blocks:
     eviction: Eviction[Name]
     board: Board | None = None
     """Where clients of this host see what is readable."""
+    spaces: Spaces = field(default_factory=Spaces)
     resident: dict[Name, Block] = field(default_factory=dict)
     places: dict[int, Name] = field(default_factory=dict)
     """The readable blocks by offset."""
@@ -136,6 +138,7 @@ class Blocks:
                     self.evict(self.places[at])
                 offset = self.extents.allocate(nbytes)
         block = Block(offset, space, run_bytes, key, parent, index, [0] * space.runs)
+        self.spaces.came(space)
         if key is None:
             block.settled = True
         else:
@@ -184,7 +187,7 @@ class Blocks:
         block.resident = False
         block.discarded = True
         # Whatever claims on it are still open: they cover only runs that were not complete, so no byte is to come.
-        self.extents.release(block.offset)
+        self._release(block)
         self.on_go(name)
         self.on_change(Change(False, name))
 
@@ -195,7 +198,7 @@ class Blocks:
         if block.transfers:
             self.lingering[block.offset] = block
         else:
-            self.extents.release(block.offset)
+            self._release(block)
 
     def begin_transfer(self, block: Block, runs: int) -> None:
         """`runs`: bitmask of those that the transfer will write."""
@@ -207,7 +210,11 @@ class Blocks:
         block.arriving &= ~runs
         if not block.transfers and self.lingering.get(block.offset) is block:
             del self.lingering[block.offset]
-            self.extents.release(block.offset)
+            self._release(block)
+
+    def _release(self, block: Block) -> None:
+        self.extents.release(block.offset)
+        self.spaces.left(block.space)
 
     def _may_go(self, offset: int) -> bool:
         name = self.places.get(offset)

@@ -26,8 +26,9 @@ def as_bytes(buffer: Buffer) -> Bytes:
         if isinstance(buffer, np.ndarray):
             if not buffer.flags.c_contiguous:
                 raise BufferError("it is not contiguous")
-            # By way of the plain memory: formats of other packages (bfloat16) have no buffer of their own.
-            return buffer.reshape(-1).view(np.uint8)
+            # By way of the plain memory: formats of other packages (bfloat16) have no buffer of their own, and what
+            # numpy derives from its array (a matrix) cannot be flat.
+            return np.asarray(buffer).reshape(-1).view(np.uint8)
         return np.frombuffer(memoryview(buffer).cast("B"), np.uint8)
     except (TypeError, ValueError, BufferError) as e:
         raise PoolError(
@@ -71,5 +72,9 @@ def private_bytes(nbytes: int) -> Bytes:
 def _tensor_bytes(tensor: Any, uint8: Any) -> Bytes:
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise PoolError("a tensor for the pool must be contiguous and on the CPU: give tensor.contiguous().cpu()")
-    flat: Bytes = tensor.detach().reshape(-1).view(uint8).numpy()
+    try:
+        flat: Bytes = tensor.detach().reshape(-1).view(uint8).numpy()
+    except (RuntimeError, TypeError) as e:
+        # One whose bytes are not its values, such as a conjugate that is still to be taken.
+        raise PoolError(f"a tensor is no buffer for the pool ({e}): give tensor.clone()") from None
     return flat

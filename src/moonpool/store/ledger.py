@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NewType
 
@@ -39,8 +39,6 @@ from moonpool.store.watches import Watches
 
 LeaseId = NewType("LeaseId", int)
 
-MAX_SPACES = 256
-MAX_RUNS = 1 << 16
 MAX_META_TOKENS = 1 << 16
 """So that the SSD's record of a block stays small."""
 
@@ -82,11 +80,12 @@ class Ledger:
         self.watches = Watches(self._lock, self._blocks)
         self.catalogue = Catalogue(self._lock, self._blocks, self.shelf, self.pins)
         self._on_room_ended = on_room_ended
-        self._spaces: dict[KeySpaceId, KeySpace] = {}
         self._rooms: dict[RoomId, Room] = {}
         self._reserved: dict[tuple[RequestId, int], Room] = {}
         self._leases: dict[LeaseId, Lease] = {}
         self._quotas: dict[ClientId, int] = {}
+        self._held: Counter[ClientId] = Counter()
+        """Bytes in leases and caching rooms; a hand-over room was granted by the Conductor."""
         self._last_id = 0
         self._claims = 0
         self._owners = 0
@@ -208,10 +207,10 @@ class Ledger:
             if metas is not None:
                 _check_metas(space, keys, metas)
             quota = self._quotas.get(client)
-            budget = None if quota is None else quota - self._held(client)
+            budget = None if quota is None else quota - self._held[client]
             room = self._open(space, keys, tail_tokens, whole=False, budget=budget, metas=metas)
             assert room is not None, "a best-effort room opens even when it is empty"
-            room.writers.add(client)
+            self._give(room, client)
             return room
 
     def open_each(
@@ -223,14 +222,16 @@ class Ledger:
             metas = metas or [BlockMeta()] * len(keys)
             _check_metas(space, keys, metas)
             wanted = len(keys) * page_aligned(space.block_bytes)
+            if wanted > self._blocks.extents.capacity:
+                raise PoolError(self._no_room(space, len(keys)))
             quota = self._quotas.get(client)
-            if quota is not None and (held := self._held(client)) + wanted > quota:
+            if quota is not None and (held := self._held[client]) + wanted > quota:
                 raise _beyond_quota("room", wanted, held, quota)
             room = self._open(space, keys, 0, whole=True, metas=metas)
             if room is None:
                 self._counts["refused_rooms"] += 1
                 raise PoolError(self._no_room(space, len(keys)))
-            room.writers.add(client)
+            self._give(room, client)
             return room
 
     def commit(self, client: ClientId, number: RoomId, checksums: Sequence[int]) -> None:
@@ -243,7 +244,7 @@ class Ledger:
             if room is None or room.reserved is not None or client not in room.writers:
                 raise PoolError(f"no room {number} to commit")
             runs = room.space.runs
-            own = [index for index, block in enumerate(room.blocks) if block is not None and index in room.lacking]
+            own = [index for index in room.lacking if room.blocks[index] is not None]
             if len(checksums) != len(own) * runs:
                 raise PoolError(f"{len(own)} blocks of {runs} runs with {len(checksums)} checksums")
             for position, index in enumerate(own):
@@ -437,6 +438,9 @@ class Ledger:
         """Raises AssertionError where bytes, pins or rooms do not add up."""
         with self._lock:
             private = [block for room in self._rooms.values() for block in room.own()]
+            in_dram = [*private, *self._blocks.resident.values(), *self._blocks.lingering.values()]
+            spaces = [block.space for block in in_dram] + [shelved.space for shelved in self.shelf.shelved()]
+            self._blocks.spaces.check_integrity(spaces)
             self._blocks.check_integrity(private)
             self.shelf.check_integrity()
             self.pins.check_integrity()
@@ -456,24 +460,18 @@ class Ledger:
                     f"{name} is pinned by nobody, or not by all who should"
                 )
             assert all(room.id in self._rooms for room in self._reserved.values())
+            held: Counter[ClientId] = Counter()
+            for lease in self._leases.values():
+                held[lease.client] += _bytes_of(lease.blocks)
+            for room in self._rooms.values():
+                if room.reserved is None:
+                    held.update(dict.fromkeys(room.writers, _bytes_of(room.blocks)))
+            assert +held == self._held, f"clients hold {held}, counted as {self._held}"
 
     def _check(self, space: KeySpace, keys: Sequence[BlockKey], tail_tokens: int = 0) -> None:
         if any(len(key) != BLOCK_KEY_BYTES for key in keys):
             raise PoolError(f"a block key has {BLOCK_KEY_BYTES} bytes")
-        known = self._spaces.get(space.id)
-        if known is None:
-            if not 1 <= space.runs <= MAX_RUNS or space.run_bytes < 1 or space.block_tokens < 1:
-                raise PoolError(
-                    f"key space {space.id}: 1 to {MAX_RUNS} runs; run_bytes and block_tokens must be at least 1"
-                )
-            if len(self._spaces) >= MAX_SPACES:
-                raise PoolError(f"this node knows {MAX_SPACES} key spaces already; restart it to forget unused ones")
-            self._spaces[space.id] = space
-        elif known != space:
-            raise PoolError(
-                f"key space {space.id} has {known.runs} runs of {known.run_bytes} bytes on this node, "
-                f"not {space.runs} of {space.run_bytes}"
-            )
+        self._blocks.spaces.check(space)
         if not 0 <= tail_tokens < space.block_tokens:
             raise PoolError(f"a tail has 0 to {space.block_tokens - 1} tokens, not {tail_tokens}")
         if tail_tokens and space.run_bytes % space.block_tokens:
@@ -487,7 +485,7 @@ class Ledger:
         if quota is None:
             return
         wanted = sum(page_aligned(block.nbytes) for block in blocks)
-        if (held := self._held(client)) + wanted > quota:
+        if (held := self._held[client]) + wanted > quota:
             raise _beyond_quota("lease", wanted, held, quota)
 
     def _no_room(self, space: KeySpace, blocks: int) -> str:
@@ -509,11 +507,13 @@ class Ledger:
         self._counts["hit_blocks"] += found
         self._counts["missed_blocks"] += wanted - found
 
-    def _held(self, client: ClientId) -> int:
-        """Bytes in leases and caching rooms of this client; a hand-over room was granted by the Conductor."""
-        leased = (lease.blocks for lease in self._leases.values() if lease.client == client)
-        cached = (room.blocks for room in self._rooms.values() if room.reserved is None and client in room.writers)
-        return sum(page_aligned(block.nbytes) for blocks in (*leased, *cached) for block in blocks if block is not None)
+    def _holds(self, client: ClientId, blocks: Iterable[Block | None]) -> None:
+        self._held[client] += _bytes_of(blocks)
+
+    def _lets_go(self, client: ClientId, blocks: Iterable[Block | None]) -> None:
+        self._held[client] -= _bytes_of(blocks)
+        if not self._held[client]:
+            del self._held[client]
 
     def _next_id(self) -> int:
         self._last_id += 1
@@ -523,10 +523,12 @@ class Ledger:
         lease = Lease(LeaseId(self._next_id()), client, tuple(blocks))
         self._blocks.eviction.pin([block.name for block in blocks])
         self._leases[lease.id] = lease
+        self._holds(client, blocks)
         return lease
 
     def _end_lease(self, lease: Lease) -> None:
         del self._leases[lease.id]
+        self._lets_go(lease.client, lease.blocks)
         self._blocks.eviction.unpin([block.name for block in lease.blocks])
         self.shelf.pressed()
 
@@ -539,12 +541,18 @@ class Ledger:
         budget: int | None = None,
         metas: Sequence[BlockMeta] | None = None,
     ) -> Room | None:
+        self._blocks.spaces.check_new(space)
         room = open_room(self._blocks, RoomId(self._next_id()), space, keys, tail_tokens, whole, budget, metas)
         if room is not None:
             self._rooms[room.id] = room
             self._counts["rooms_opened"] += 1
             self.shelf.pressed()
         return room
+
+    def _give(self, room: Room, client: ClientId) -> None:
+        """A caching room, until the client leaves it."""
+        room.writers.add(client)
+        self._holds(client, room.blocks)
 
     def _complete(self, room: Room, index: int, first: int, checksums: Sequence[int]) -> None:
         block = room.block(index)
@@ -568,6 +576,8 @@ class Ledger:
 
     def _leave(self, room: Room, client: ClientId) -> None:
         was_reader, was_writer = client in room.readers, client in room.writers
+        if was_writer and room.reserved is None:
+            self._lets_go(client, room.blocks)
         room.readers.discard(client)
         room.writers.discard(client)
         if room.ended:
@@ -594,6 +604,10 @@ class Ledger:
             free_room(self._blocks, room)
             del self._rooms[room.id]
             self.shelf.pressed()
+
+
+def _bytes_of(blocks: Iterable[Block | None]) -> int:
+    return sum(page_aligned(block.nbytes) for block in blocks if block is not None)
 
 
 def _check_metas(space: KeySpace, keys: Sequence[BlockKey], metas: Sequence[BlockMeta]) -> None:

@@ -11,7 +11,7 @@ The ledger's lock covers all of it; every public method takes that lock.
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -77,7 +77,14 @@ class Shelf:
         """A disk with what is on it, the least recently used first; its number."""
         with self._lock:
             number = len(self._volumes)
-            fresh = {name: entry for entry in entries if (name := entry.name) not in self._shelved}
+            spaces = {id(space): space for space in (entry.space for entry in entries)}
+            # One that no longer looks as the other blocks of its key space could not be loaded.
+            odd = {id_ for id_, space in spaces.items() if not self._blocks.spaces.fits(space)}
+            fresh = {
+                name: entry
+                for entry in entries
+                if (name := entry.name) not in self._shelved and id(entry.space) not in odd
+            }
             extents = Extents(nbytes, sorted([(entry.offset, entry.nbytes) for entry in fresh.values()]))
             volume = _Volume(extents, self._new_lru())
             self._volumes.append(volume)
@@ -86,6 +93,8 @@ class Shelf:
             self._reserve = min(int(self._blocks.extents.capacity * RESERVE), room)
             for entry in fresh.values():
                 entry.volume = number
+            for id_, blocks in Counter(id(entry.space) for entry in fresh.values()).items():
+                self._blocks.spaces.came(spaces[id_], blocks)
             self._shelved.update(fresh)
             volume.lru.fill((name, entry.nbytes, _parent(entry)) for name, entry in fresh.items())
             for tier in self._tiers():
@@ -253,7 +262,7 @@ class Shelf:
             self._leaving.clear()
             volume.lru = self._new_lru()
             for name in [name for name, shelved in self._shelved.items() if shelved.volume == number]:
-                del self._shelved[name]
+                self._blocks.spaces.left(self._shelved.pop(name).space)
                 self._left_ssd(name)
             volume.extents = Extents(0)
             volume.unlogged = []
@@ -274,6 +283,10 @@ class Shelf:
     def count(self, name: str, amount: int = 1) -> None:
         with self._lock:
             self._counts[name] += amount
+
+    def shelved(self) -> Iterable[Shelved]:
+        """The caller has the lock."""
+        return self._shelved.values()
 
     def names(self) -> Iterable[Name]:
         """The caller has the lock."""
@@ -361,12 +374,14 @@ class Shelf:
     def _add(self, volume: _Volume, shelved: Shelved) -> None:
         name = shelved.name
         self._shelved[name] = shelved
+        self._blocks.spaces.came(shelved.space)
         volume.lru.add(name, shelved.nbytes, _parent(shelved), pins=int(name in self.pinned))
         for tier in self._tiers():
             tier.came_elsewhere(name)
 
     def _remove(self, volume: _Volume, shelved: Shelved) -> None:
         del self._shelved[shelved.name]
+        self._blocks.spaces.left(shelved.space)
         volume.lru.remove(shelved.name)
         volume.extents.release(shelved.offset)
         self._left_ssd(shelved.name)

@@ -175,6 +175,7 @@ def _placed(m: Any) -> dict[str, Fact]:
         "fetched_from": m.fetch.source.id if m.fetch is not None else "",
         "lacking_blocks": len(m.lacking),
         "expected_ttft": m.expected_ttft,
+        "index": m.index.value,
     }
 
 
