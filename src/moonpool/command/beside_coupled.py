@@ -43,7 +43,7 @@ CHUNKS = (256, 512, 2048)
 QUEUE_BOUND = 1 << 20
 SIMULATED_REQUESTS = 800
 """Fewer overstate what coupled workers bear (PAPER §9)."""
-LEAST_BEGINNING = 250
+LEAST_BEGINNING = 500
 """Requests on which the planner corrects its arithmetic."""
 
 

@@ -37,7 +37,7 @@ QUEUE_BOUND = 1 << 20
 """Limits alone refuse, as in `moonpool simulate`."""
 BEGINNING = 8
 """The trace's beginning is so much shorter than the trace."""
-LEAST_BEGINNING = 250
+LEAST_BEGINNING = 500
 """Requests; fewer would tell too little."""
 DRAM_SIZES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2)
 """Of the hardware's own."""
@@ -164,8 +164,11 @@ class Planner:
             trial = measured.best or measured.beyond
             assert trial is not None
             loads = trial.prefill_busy, trial.decode_load
-            how, speed = ("whole trace", measured.speed) if measured.best else ("no more", measured.beyond_speed)
-            goodput = trial.goodput if measured.best else self._rate(speed) * self.goal.share
+            if measured.best is not None:
+                how, speed, goodput = "whole trace", measured.speed, trial.goodput
+            else:
+                how, speed = "no more", min(measured.beyond_speed, speed)
+                goodput = self._rate(speed) * self.goal.share
         return Point(
             split.name,
             split.prefill,

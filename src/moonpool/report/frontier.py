@@ -144,17 +144,15 @@ def _splits(report: PlanReport) -> str:
     best = Limit(report.best.name, float(report.best.prefill), upright=True)
     x = f"prefill machines of {report.nodes}"
     panels = [
-        ("Goodput", line_chart(rates, Axes(x, "requests/s within the limits"), [best])),
-        (f"Load at that rate, {_size(sizes[0])}", line_chart(loads, Axes(x, "load"), [best])),
+        ("Goodput", line_chart(rates, Axes(x, "requests/s within the limits"), [best]) + _names(rates)),
+        (f"Load at that rate, {_size(sizes[0])}", line_chart(loads, Axes(x, "load"), [best]) + _names(loads)),
     ]
-    names = [(line.name, line.colour) for line in rates] if len(rates) > 1 else []
-    names += [(line.name, line.colour) for line in loads]
     rows = ["".join(f"<td>{escape(cell)}</td>" for cell in frontier_row(point)) for point in report.frontier]
     note = (
         f"Each split at the highest rate at which {report.share:.0%} of the requests attain. ~: not simulated on the "
         "whole trace; ≤: simulated there, and it does not attain."
     )
-    return section("Splits of the machines", note, legend(names) + panels_of(panels) + _table(FRONTIER_HEADINGS, rows))
+    return section("Splits of the machines", note, panels_of(panels) + _table(FRONTIER_HEADINGS, rows))
 
 
 def _capacities(report: PlanReport) -> str:
@@ -169,6 +167,10 @@ def _capacities(report: PlanReport) -> str:
     note = f"Enough: the least that bears {NEARLY:.0%} of the best rate with the best split."
     panels = panels_of([("Prompt tokens that the pool has", chart)])
     return section("What DRAM is worth", note, panels + _table(CAPACITY_HEADINGS, rows))
+
+
+def _names(lines: Sequence[Line]) -> str:
+    return legend([(line.name, line.colour) for line in lines])
 
 
 def _size(pipeline: int) -> str:
