@@ -28,7 +28,7 @@ test: $(INSTALLED) model
 	$(PY) -m pytest $(ARGS)
 
 soak: $(INSTALLED)
-	MOONPOOL_SOAK=1 $(PY) -m pytest --timeout 3600 $(or $(ARGS),tests/core tests/store tests/contract tests/trace tests/wire)
+	MOONPOOL_SOAK=1 $(PY) -m pytest --timeout 3600 $(or $(ARGS),tests/core tests/store tests/contract tests/trace tests/wire tests/sim)
 
 check: $(INSTALLED)
 	.venv/bin/ruff format --check .

@@ -9,7 +9,9 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.soak import SOAK
 
+from moonpool.core.conductor import ConductorConfig
 from moonpool.core.vocabulary import Slo
 from moonpool.sim.bracket import GRID, Bracket
 from moonpool.sim.cluster import Setup
@@ -141,26 +143,46 @@ def test_splits_divide_all_machines() -> None:
     assert splits(2, [1, 4]) == [Split(1, 1)]
 
 
-def test_a_simulated_cluster_s_best_split_is_found() -> None:
-    """The real thing in small: every split of six machines, by simulation."""
-    requests = [TraceRequest(0.4 * at, 3000 + 500 * (at % 9), 60 + at % 50) for at in range(240)]
-    slo = Slo(4.0, 0.05)
-    work = {True: work_of(requests, PROFILE), False: work_of(requests[:120], PROFILE)}
+class Simulated:
+    """A real cluster, simulated."""
 
-    def bounds(split: Split, whole: bool) -> tuple[float, float]:
-        rate = work[whole].requests / work[whole].seconds
-        return prefill_rate(work[whole], PROFILE, split) / rate, decode_rate(work[whole], PROFILE, slo, split) / rate
+    def __init__(self, count: int, first: int) -> None:
+        self.slo = Slo(4.0, 0.05)
+        self.first = first
+        self.requests = [TraceRequest(0.4 * at, 3000 + 500 * (at % 9), 60 + at % 50) for at in range(count)]
+        self.work = {True: work_of(self.requests, PROFILE), False: work_of(self.requests[:first], PROFILE)}
+        self.whole_runs = 0
 
-    def look(asks: Sequence[Ask]) -> list[Trial]:
+    def bounds(self, split: Split, whole: bool) -> tuple[float, float]:
+        work = self.work[whole]
+        own = work.requests / work.seconds
+        return prefill_rate(work, PROFILE, split) / own, decode_rate(work, PROFILE, self.slo, split) / own
+
+    def look(self, asks: Sequence[Ask]) -> list[Trial]:
+        self.whole_runs += sum(ask.whole for ask in asks)
+        config = ConductorConfig(slo=self.slo)
         trials = []
         for ask in asks:
-            setup = msgspec.structs.replace(Setup(PROFILE), prefill=ask.split.prefill, decode=ask.split.decode)
-            setup = msgspec.structs.replace(setup, conductor=msgspec.structs.replace(setup.conductor, slo=slo))
-            taken = requests if ask.whole else requests[:120]
+            split = ask.split
+            setup = Setup(PROFILE, split.prefill, split.decode, config, pipeline=split.pipeline)
+            taken = self.requests if ask.whole else self.requests[: self.first]
             sped = [msgspec.structs.replace(request, arrival=request.arrival / ask.speed) for request in taken]
-            trials.append(try_out(setup, sped, Goal(slo)))
+            trials.append(try_out(setup, sped, Goal(self.slo)))
         return trials
 
-    among = splits(6, [1])
-    best = max(measured.speed for measured in exhaustive(among, bounds, look))
-    assert plan(among, bounds, look).best.speed >= 0.95 * best
+
+def test_a_simulated_cluster_s_best_split_is_found() -> None:
+    """The real thing in small: every split of six machines."""
+    cluster, among = Simulated(240, 120), splits(6, [1])
+    best = max(measured.speed for measured in exhaustive(among, cluster.bounds, cluster.look))
+    assert plan(among, cluster.bounds, cluster.look).best.speed >= 0.95 * best
+
+
+@pytest.mark.skipif(not SOAK, reason="make soak")
+def test_twenty_machines_are_planned_for_a_tenth_of_looking_everywhere() -> None:
+    cluster, among = Simulated(2400, 300), splits(20, [1, 2, 4])
+    best = max(measured.speed for measured in exhaustive(among, cluster.bounds, cluster.look))
+    looked = cluster.whole_runs * 2400
+    planned = plan(among, cluster.bounds, cluster.look)
+    assert planned.best.speed >= 0.95 * best
+    assert planned.simulated <= looked / 10
