@@ -36,6 +36,14 @@ def test_recording_changes_nothing() -> None:
     assert 100 < len(recorder.samples) <= MOST_SAMPLES
 
 
+def test_what_is_folded_keeps_its_outcome() -> None:
+    kept, folded = Simulation(SETUP, TRACE), Simulation(SETUP, TRACE, folds=True)
+    kept.run()
+    folded.run()
+    assert [r.outcome() for r in folded.requests] == [r.outcome() for r in kept.requests]
+    assert not any(r.runs or r.keys for r in folded.requests)
+
+
 def test_loads_links_and_replicas_are_those_of_the_cluster() -> None:
     done = run("x", SETUP, TRACE)
     samples, summary = done.over.samples, done.summary

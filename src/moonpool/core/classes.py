@@ -36,6 +36,8 @@ class Classes:
 
     def of(self, asked: str) -> PriorityClass:
         """`asked`: a class, an integer, or nothing; what is unknown here is nothing."""
+        if not asked:
+            return self._default
         if (found := self._by_name.get(asked)) is not None:
             return found
         if _INTEGER.fullmatch(asked):

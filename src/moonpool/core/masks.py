@@ -44,8 +44,8 @@ class Masks:
         if self.dump is not None:
             self.dump.before(self, keys)
         shards, fresh = self.shards, 0
-        for key in keys:
-            shard = shards[hash(key) % SHARDS]
+        for key, at in zip(keys, map(hash, keys), strict=True):
+            shard = shards[at % SHARDS]
             mask = shard.get(key, 0)
             if not mask & bit:
                 # Most blocks have one holder: they share its int.
@@ -58,8 +58,8 @@ class Masks:
         if self.dump is not None:
             self.dump.before(self, keys)
         shards, cleared = self.shards, 0
-        for key in keys:
-            shard = shards[hash(key) % SHARDS]
+        for key, at in zip(keys, map(hash, keys), strict=True):
+            shard = shards[at % SHARDS]
             mask = shard.get(key, 0)
             if mask & bit:
                 cleared += 1

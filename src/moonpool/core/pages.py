@@ -33,10 +33,12 @@ class PagePool:
 
     def release(self, pages: list[int]) -> None:
         """Raises ValueError for a page that is not in use: a page released twice would get two owners."""
-        if not self._used.issuperset(pages) or len(set(pages)) < len(pages):
+        left = len(self._used) - len(pages)
+        self._used.difference_update(pages)
+        if len(self._used) != left:
+            self._used = set(range(self.count)).difference(self._free)
             wrong = next(page for at, page in enumerate(pages) if page not in self._used or page in pages[:at])
             raise ValueError(f"page {wrong} is not in use")
-        self._used.difference_update(pages)
         self._free += pages
 
     def check_integrity(self) -> None:

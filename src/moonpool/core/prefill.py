@@ -162,6 +162,10 @@ class _Order:
     per_token: float = 0.0
     """Predicted seconds of each token to compute."""
 
+    @property
+    def is_computable(self) -> bool:
+        return self.state is _State.READY and self.computed < self.tokens and not self.dropped
+
 
 TRUST = 0.8
 """Of the predicted work, when it is asked whether an order is too late: predictions are not exact."""
@@ -184,6 +188,8 @@ class PrefillInstance:
         self._turns: dict[_Id, Turn[_Order]] = {}
         """Of the orders in line: all but those that drain."""
         self._without_pages = 0
+        self._computable = 0
+        """Orders with tokens that are in no step yet."""
         self._latest: list[tuple[float, _Id]] = []
         """A heap: when they must begin at the latest. Some have begun or are gone."""
 
@@ -210,8 +216,10 @@ class PrefillInstance:
                 self._stored((request, attempt))
             case Dropped(request, attempt):
                 self._drop(self._orders.get((request, attempt)), actions)
-        self._give_up_late(actions, now)
-        self._start_loads(actions)
+        if self._latest and self._latest[0][0] < now:
+            self._give_up_late(actions, now)
+        if self._without_pages:
+            self._start_loads(actions)
         self._start_step(actions, now)
         return tuple(actions)
 
@@ -256,8 +264,6 @@ class PrefillInstance:
             self._drop(order, actions)
 
     def _start_loads(self, actions: list[PrefillAction]) -> None:
-        if not self._without_pages:
-            return
         for order in self._line:
             if order.state is not _State.QUEUED or order.after in self._orders:
                 continue
@@ -277,22 +283,25 @@ class PrefillInstance:
         if order.computed >= order.tokens:
             raise ValueError(f"{order.computed} of {order.tokens} tokens loaded: one must be left to compute")
         order.state = _State.READY
+        self._computable += not order.dropped
         turn = self._turns[(event.request, event.attempt)]
         order.per_token = turn.seconds / (order.tokens - order.computed)
 
     def _start_step(self, actions: list[PrefillAction], now: float) -> None:
         """A prompt that ends in the step has its first token when all of the step is computed: the others in it are so
         few that this is in time."""
-        if self._is_entered:
+        left = self._computable
+        if self._is_entered or not left:
             return
         room, seconds, spare = self._chunk_tokens, 0.0, FOREVER
         chunks: list[Chunk] = []
         orders: list[_Order] = []
         for order in self._line:
-            if room == 0:
+            if room == 0 or not left:
                 break
-            if order.state is not _State.READY or order.computed == order.tokens or order.dropped:
+            if not order.is_computable:
                 continue
+            left -= 1
             count = min(room, order.tokens - order.computed)
             seconds += order.per_token * count
             if seconds > spare:
@@ -308,6 +317,7 @@ class PrefillInstance:
             self._is_entered = True
             for order, chunk in zip(orders, chunks, strict=True):
                 order.computed += chunk.count
+                self._computable -= chunk.last
                 order.begun = True
                 order.flying += 1
             actions.append(Step(tuple(chunks)))
@@ -324,6 +334,7 @@ class PrefillInstance:
         for order in orders:
             order.flying -= 1
             if event.failed:
+                self._computable -= order.is_computable
                 order.dropped = True
             if order.dropped or order.computed == order.tokens:
                 if not order.flying:
@@ -335,6 +346,7 @@ class PrefillInstance:
     def _drop(self, order: _Order | None, actions: list[PrefillAction]) -> None:
         if order is None or order.dropped:
             return
+        self._computable -= order.is_computable
         order.dropped = True
         if order.state is _State.QUEUED:
             self._without_pages -= 1
@@ -364,6 +376,7 @@ class PrefillInstance:
         assert sorted(self._turns) == sorted((o.request, o.attempt) for o in waiting)
         assert sorted(map(id, self._line)) == sorted(map(id, waiting))
         assert self._without_pages == sum(o.state is _State.QUEUED for o in waiting)
+        assert self._computable == sum(o.is_computable for o in waiting)
         held = [page for order in self._orders.values() for page in order.pages]
         assert len(held) == len(set(held)) == self.pool.used
         for order in self._orders.values():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from typing import NamedTuple
 
 from moonpool.core.vocabulary import BLOCK_KEY_BYTES, BlockKey, KeySpace
@@ -25,7 +25,7 @@ class RecentPrompts:
     def __init__(self) -> None:
         self._prompts: OrderedDict[BlockKey, Prompt] = OrderedDict()
         """By their last block, which stands for all before it."""
-        self._uses: Counter[BlockKey] = Counter()
+        self._uses: dict[BlockKey, int] = {}
         """In how many of these prompts a block is."""
 
     def used(self, prompt: Prompt) -> None:
@@ -70,7 +70,9 @@ class RecentPrompts:
         return recent
 
     def _count(self, keys: tuple[BlockKey, ...]) -> None:
-        self._uses.update(keys)
+        uses = self._uses
+        for key in keys:
+            uses[key] = uses.get(key, 0) + 1
 
     def check_integrity(self) -> None:
         """Raises AssertionError where uses and prompts disagree; many blocks are not counted."""

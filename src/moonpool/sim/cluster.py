@@ -79,8 +79,11 @@ class Setup(Struct, frozen=True, tag=True):
 class Simulation:
     """`run` once."""
 
-    def __init__(self, setup: Setup, trace: Sequence[TraceRequest]) -> None:
-        """`trace`: in order of arrival, times from 0. Raises ValueError for machines that form no whole pipelines."""
+    def __init__(self, setup: Setup, trace: Sequence[TraceRequest], *, folds: bool = False) -> None:
+        """`trace`: in order of arrival, times from 0. `folds`: requests that are complete keep their outcome only.
+
+        Raises ValueError for machines that form no whole pipelines.
+        """
         if setup.pipeline < 1 or setup.prefill % setup.pipeline:
             raise ValueError(f"{setup.prefill} prefill machines form no pipelines of {setup.pipeline}")
         self.setup = setup
@@ -144,6 +147,7 @@ class Simulation:
         ]
         self._by_id = {request.id: request for request in self.requests}
         self._open = len(self.requests)
+        self._folds = folds
 
     def run(self, on_progress: Callable[[int], None] = lambda over: None) -> None:
         """Until every request is over. `on_progress`: how many are, now and then."""
@@ -249,6 +253,8 @@ class Simulation:
 
     def _over(self, request: SimRequest) -> None:
         self._open -= 1
+        if self._folds and request.finished is not None:
+            request.fold()
 
     # The workers
 

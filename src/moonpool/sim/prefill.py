@@ -25,7 +25,7 @@ from moonpool.core.prefill import (
     Step,
     StepDone,
 )
-from moonpool.core.vocabulary import PartId, RequestId
+from moonpool.core.vocabulary import BlockKey, PartId, RequestId
 from moonpool.sim.clock import Clock, transfer
 from moonpool.sim.node import SimNode
 from moonpool.sim.pipeline import Stages, of_group
@@ -47,7 +47,7 @@ class Order:
     came: float
     began: float | None = None
     """When it got pages."""
-    pinned: int = 0
+    pinned: tuple[BlockKey, ...] = ()
     hit: int = 0
     fetched: int = 0
     """Blocks that came from another node."""
@@ -133,9 +133,9 @@ class SimPrefill:
         if fetch is not None:
             wanted = keys[: fetch.first + fetch.count]
             order.fetched = self.node.fetch(self._nodes[fetch.source.id], wanted, now)
-        order.pinned = self.node.leading(keys)
-        self.node.pin(keys[: order.pinned])
-        order.hit = min(order.pinned, hit_limit(order.tokens, self._profile.block_tokens))
+        order.pinned = keys[: self.node.leading(keys)]
+        self.node.pin(order.pinned)
+        order.hit = min(len(order.pinned), hit_limit(order.tokens, self._profile.block_tokens))
         ready = self.node.arrival(keys[: order.hit], now)
         ready += order.hit * self._profile.block_bytes / self._profile.host_bytes_per_second
         self._clock.at(ready, self._feed, Loaded(order.request.id, order.place.attempt, order.hit))
@@ -194,4 +194,4 @@ class SimPrefill:
 
     def _forget(self, id_: _Id) -> None:
         order = self._orders.pop(id_)
-        self.node.unpin(order.request.keys[: order.pinned])
+        self.node.unpin(order.pinned)

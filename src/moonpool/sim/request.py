@@ -63,6 +63,8 @@ class SimRequest:
     retry_after: float | None = None
     runs: list[float] = field(default_factory=list)
     """The numbers of one `Run` after another."""
+    figures: tuple[float, float, float] | None = None
+    """What is kept of them once it is folded, see `intervals_of`."""
     output_tokens: int = field(init=False)
     """It always has one: the first token is prefill's."""
 
@@ -116,8 +118,13 @@ class SimRequest:
         """Seconds; None where there was no first token."""
         return None if self.first_token is None else self.first_token - self.arrived
 
+    def fold(self) -> None:
+        """It is complete: only what its outcome needs is kept, for there may be many."""
+        self.figures = intervals_of(self.intervals())
+        self.runs, self.keys = [], ()
+
     def outcome(self) -> Outcome:
-        slowest, p90, longest = intervals_of(self.intervals())
+        slowest, p90, longest = self.figures or intervals_of(self.intervals())
         return Outcome(
             arrived=self.arrived,
             input_tokens=self.trace.input_tokens,

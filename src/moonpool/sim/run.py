@@ -24,7 +24,7 @@ def run(
 
     Raises ValueError for no requests.
     """
-    simulation = Simulation(setup, requests)
+    simulation = Simulation(setup, requests, folds=True)
     recorder = Recorder(simulation)
     simulation.run(on_progress)
     seconds = max(simulation.clock.now, 1e-9)
