@@ -7,7 +7,7 @@ PY := .venv/bin/python -P
 INSTALLED := .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test soak check bench bench-journal bench-scale bench-store clean venv model format
+.PHONY: help serve test soak check bench bench-journal bench-core bench-overload bench-scale bench-store clean venv model format
 
 help:
 	@echo "make serve    serve SmolLM2-135M on http://127.0.0.1:8000   (ARGS='--nodes 2 --decode 2' and so on)"
@@ -17,6 +17,7 @@ help:
 	@echo "make bench    measure this machine"
 	@echo "make bench-journal what the Conductor's journal costs"
 	@echo "make bench-core    the scheduler and its simulator beside Dynamo's   (ARGS='--trace conversation_trace.jsonl')"
+	@echo "make bench-overload a live cluster at three times what it can serve   (ARGS='--engine timed')"
 	@echo "make bench-scale   ten million blocks in the directory, a million on a node's SSD   (ARGS='--entries 1000000')"
 	@echo "make bench-store   the KVCache pool beside Mooncake Store     (ARGS=--quick: a smoke test)"
 	@echo "make clean    remove the virtual environment and caches (not the model)"
@@ -44,6 +45,9 @@ bench-journal: $(INSTALLED)
 
 bench-core: $(INSTALLED)
 	$(PY) -m moonpool.bench.core $(ARGS)
+
+bench-overload: $(INSTALLED) model
+	$(PY) -m moonpool.bench.overload $(ARGS)
 
 bench-scale: $(INSTALLED)
 	$(PY) -m moonpool.bench.scale $(ARGS)

@@ -43,19 +43,20 @@ TTFT_TIMES = 10.0
 TBT_TIMES = 5.0
 UNLOADED = 5
 """Requests of each bucket; one more before them is not counted."""
+UNLOADED_OUTPUT = 16
 WANTED = 0.9
 GRID = 1.25
 """Between two rates that are probed."""
 FIRST_PROBE = 0.6
-"""Of what one prefill instance computes."""
-MOST_PROBES = 6
+"""Of what the prefill instances compute."""
+MOST_PROBES = 5
 PROBE_SECONDS = 18.0
 WARM_SECONDS = 4.0
 """Of a probe or run: those that come first meet an idle cluster and are not counted."""
 OVERLOAD_TIMES = 3.0
 BURSTS = 2
-BURST_SECONDS = 22.0
-LAST_SECONDS = 3.0
+BURST_SECONDS = 20.0
+LAST_SECONDS = 2.0
 """Of a burst: those refused in it come again, each once."""
 PATIENCE = (0.0, 0.5, 1.0)
 CLASSES = "classes: [{name: high, rank: 0, share: 0.3}, {name: low, rank: 10}]"
@@ -63,9 +64,11 @@ MIX = (("high", 0.3), ("low", 0.7))
 CLASS_SECONDS = 22.0
 REST_SECONDS = 60.0
 
+PREFILL = {"timed": 2, "torch": 1}
+"""Workers: as many as the machine lets compute at the same time. The timed engine only sleeps."""
 OPTIONS = {
-    "timed": ("--engine", "timed", "--nodes", "2", "--prefill", "2", "--decode", "1"),
-    "torch": (),
+    engine: ("--engine", engine, "--nodes", str(prefill), "--prefill", str(prefill), "--decode", "1")
+    for engine, prefill in PREFILL.items()
 }
 
 
@@ -76,8 +79,6 @@ class Setting(Struct, frozen=True):
     limits: tuple[Slo, ...]
     rate: float
     """The 90 % point, requests a second."""
-    share: float
-    """That attained at it."""
 
 
 class Load:
@@ -92,10 +93,11 @@ class Load:
         """Limits of each bucket, from one request at a time."""
         limits = []
         for bucket in BUCKETS:
-            ttfts, intervals = [], []
+            ttfts: list[float] = []
+            intervals: list[float] = []
             for number in range(UNLOADED + 1):
                 prompt = prompt_of(drawn(bucket.shortest, bucket.longest, self._rng), self._rng)
-                answer = await self.client.ask(Asked(0.0, 0, prompt, OUTPUT[1]))
+                answer = await self.client.ask(Asked(0.0, 0, prompt, UNLOADED_OUTPUT))
                 if not answer.completed or answer.ttft is None:
                     raise MoonpoolError(f"an idle cluster did not serve a request: {answer.status} {answer.reason}")
                 if number:
@@ -144,22 +146,22 @@ class Load:
             await asyncio.sleep(0.2)
 
 
-async def find_rate(load: Load, limits: Sequence[Slo], console: Console, start: float) -> tuple[float, float]:
-    """The highest rate of the grid at which the wanted share of what is offered attains, and that share."""
-    rate, best, over = start, (0.0, 0.0), float("inf")
+async def find_rate(load: Load, limits: Sequence[Slo], console: Console, start: float) -> float:
+    """The highest rate of the grid at which the wanted share of what is offered attains."""
+    rate, best, over = start, 0.0, float("inf")
     for _ in range(MOST_PROBES):
         row = row_of(await load.offer(rate, PROBE_SECONDS, limits))
         share = row.attained_of_sent
-        console.print(f"  {rate:.2f} requests/s: {row.sent} sent, {share:.1%} attain")
+        console.print(f"  {rate:.2f} requests/s: {row.sent} sent, {row.accepted} accepted, {share:.1%} attain")
         if share >= WANTED:
-            best = max(best, (rate, share))
+            best = max(best, rate)
             rate *= GRID
         else:
             over = min(over, rate)
             rate /= GRID
-        if best[0] * GRID * 1.01 >= over:
+        if best * GRID * 1.01 >= over:
             break
-    if not best[0]:
+    if not best:
         raise MoonpoolError(f"not even at {over:.2f} requests/s did {WANTED:.0%} attain")
     return best
 
@@ -169,8 +171,8 @@ async def measure(cluster: RunningCluster, engine: str, seed: int, console: Cons
     limits = await load.unloaded()
     seconds = sum(bucket.share * (slo.ttft or 0.0) for bucket, slo in zip(BUCKETS, limits, strict=True)) / TTFT_TIMES
     console.print(f"{engine}: an idle cluster takes {seconds:.3f} s to the first token on average")
-    rate, share = await find_rate(load, limits, console, FIRST_PROBE / seconds)
-    setting = Setting(engine, limits, rate, share)
+    rate = await find_rate(load, limits, console, FIRST_PROBE * PREFILL[engine] / seconds)
+    setting = Setting(engine, limits, rate)
     answers: list[Answer] = []
     comebacks: list[Comeback] = []
     for _ in range(BURSTS):
