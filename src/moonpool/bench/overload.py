@@ -47,21 +47,22 @@ UNLOADED_OUTPUT = 16
 WANTED = 0.9
 GRID = 1.25
 """Between two rates that are probed."""
-FIRST_PROBE = 0.6
+FIRST_PROBE = 0.8
 """Of what the prefill instances compute."""
-MOST_PROBES = 5
-PROBE_SECONDS = 18.0
-WARM_SECONDS = 4.0
+MOST_PROBES = 4
+PROBE_SECONDS = 15.0
+WARM_SECONDS = 3.0
 """Of a probe or run: those that come first meet an idle cluster and are not counted."""
 OVERLOAD_TIMES = 3.0
 BURSTS = 2
-BURST_SECONDS = 20.0
-LAST_SECONDS = 2.0
+BURST_SECONDS = 18.0
+LAST_SECONDS = 1.5
 """Of a burst: those refused in it come again, each once."""
 PATIENCE = (0.0, 0.5, 1.0)
 CLASSES = "classes: [{name: high, rank: 0, share: 0.3}, {name: low, rank: 10}]"
 MIX = (("high", 0.3), ("low", 0.7))
-CLASS_SECONDS = 22.0
+CLASS_SECONDS = 18.0
+LEARNING_SECONDS = 6.0
 REST_SECONDS = 60.0
 
 PREFILL = {"timed": 2, "torch": 1}
@@ -189,7 +190,8 @@ async def measure(cluster: RunningCluster, engine: str, seed: int, console: Cons
 
 async def measure_classes(cluster: RunningCluster, setting: Setting, seed: int, console: Console) -> list[Bar]:
     load = Load(cluster, seed)
-    await load.unloaded()  # what the last cluster has learned of its engine is gone with it
+    # What the last cluster has learned of its engine is gone with it.
+    await load.offer(setting.rate / 2, LEARNING_SECONDS, setting.limits)
     high = []
     for times in (1.0, 2.0):
         answers = await load.offer(times * setting.rate, CLASS_SECONDS, setting.limits, MIX)
