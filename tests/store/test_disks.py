@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from moonpool.core.vocabulary import BlockKey, KeySpace, KeySpaceId
-from moonpool.errors import ConfigError
+from moonpool.errors import ConfigError, PoolError
 from moonpool.messenger.transfer import Bytes
 from moonpool.store.index import Index, recover
 from moonpool.store.slab import Slab
 
-from .kit import BLOCK, SECONDS, bytes_of, eventually, keys_of
+from .kit import BLOCK, SECONDS, SPACE, bytes_of, eventually, keys_of
 from .tiered import Tiered
 
 KEYS = keys_of("a", 24)
@@ -190,6 +190,71 @@ def test_a_disk_that_stands_still_holds_nobody_up(
         eventually(lambda: tiered.count("rooms") == 0, "what the read was to fill is free when it has ended")
 
 
+@pytest.mark.parametrize("way", ["opens", "fails", "never"])
+def test_a_disk_that_stands_still_while_it_is_opened_does_not_keep_a_restarted_node_from_its_dram(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    with Tiered(tmp_path) as before:
+        before.put_gently(KEYS)
+        kept = before.count("ssd_blocks")
+    may_go_on = threading.Event()
+
+    def open_slab(path: Path, nbytes: int) -> Slab:
+        may_go_on.wait(SECONDS)
+        if way == "fails":
+            raise OSError(errno.EIO, "Input/output error")
+        return Slab(path, nbytes)
+
+    try:
+        with Tiered(tmp_path, open_slab=open_slab, is_restart=True, patience=0.05) as tiered:
+            assert (tiered.count("ssd_opening_volumes"), tiered.count("ssd_volumes")) == (1, 0)
+            # One that the SSD has too, one that is new, and one that is pinned meanwhile.
+            tiered.put([KEYS[0], *keys_of("new", 1)])
+            assert tiered.get(KEYS[0]) == bytes(bytes_of(KEYS[0]))
+            assert tiered.ledger.pins.pin([(SPACE.id, KEYS[0])], time.monotonic() + SECONDS) == [True]
+            if way == "never":
+                tiered.disks.check(time.monotonic() + 61.0)
+                assert_dram_alone(tiered, caplog)
+                may_go_on.set()
+                return
+            may_go_on.set()
+            eventually(lambda: tiered.count("ssd_opening_volumes") == 0, "it is known what becomes of it")
+            eventually(lambda: tiered.count("ssd_volumes") + tiered.count("ssd_lost_volumes") == 1, "it has joined")
+            if way == "fails":
+                assert_dram_alone(tiered, caplog)
+                return
+            assert tiered.count("ssd_blocks") == kept
+            told = {key for change in tiered.ssd_changes() for key in change.keys}
+            assert len(told) == kept, "the directory hears of them"
+            eventually(lambda: exact(tiered, KEYS) == kept, "all that it has is served")
+            assert tiered.ledger.pins.unpin([(SPACE.id, KEYS[0])]) == [True]
+    finally:
+        may_go_on.set()
+    with Tiered(tmp_path) as again:
+        assert exact(again, KEYS) >= kept
+
+
+def test_a_node_that_ends_while_a_disk_is_opened_leaves_it_to_the_next(tmp_path: Path) -> None:
+    may_go_on = threading.Event()
+
+    def open_slab(path: Path, nbytes: int) -> Slab:
+        may_go_on.wait(SECONDS)
+        return Slab(path, nbytes)
+
+    with Tiered(tmp_path, open_slab=open_slab, is_restart=True, patience=0.05) as tiered:
+        assert tiered.count("ssd_opening_volumes") == 1
+    may_go_on.set()
+
+    def is_free() -> bool:
+        try:
+            with Tiered(tmp_path):
+                return True
+        except ConfigError:
+            return False
+
+    eventually(is_free, "the place is let go of")
+
+
 def assert_dram_alone(tiered: Tiered, caplog: pytest.LogCaptureFixture) -> None:
     assert tiered.count("ssd_lost_volumes") == 1
     assert tiered.count("ssd_blocks") == 0
@@ -348,7 +413,13 @@ def test_blocks_of_another_shape_are_not_loaded(tmp_path: Path) -> None:
         tiered.put_gently(KEYS)
     other = KeySpace(KeySpaceId("aa" * 16), block_tokens=16, runs=8, run_bytes=2048)
     with Tiered(tmp_path, space=other) as again:
-        assert [again.get(key) for key in KEYS] == [None] * len(KEYS)
+        for key in (KEYS[0], *keys_of("new", 1)):
+            with pytest.raises(PoolError, match="has 4 runs of 4096 bytes on this node, not 8 of 2048"):
+                again.get(key)
+            with pytest.raises(PoolError, match="has 4 runs of 4096 bytes on this node, not 8 of 2048"):
+                again.put([key])
+    with Tiered(tmp_path) as again:
+        assert exact(again, KEYS) == again.count("ssd_blocks") > 0
 
 
 def test_an_ssd_smaller_than_dram_comes_to_rest(tmp_path: Path) -> None:

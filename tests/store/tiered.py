@@ -35,13 +35,15 @@ class Tiered:
         space: KeySpace = SPACE,
         is_restart: bool = False,
         open_seconds: float = 60.0,
+        patience: float = 60.0,
     ) -> None:
         self.space = space
         self.arena = Arena(dram_blocks * BLOCK)
         self.ledger = Ledger(self.arena.extents, PartId("node-0"), Incarnation("1"), board=self.arena.board)
         nbytes = ssd_blocks * BLOCK
         self.disks = Disks(
-            self.arena, self.ledger.shelf, [directory], nbytes, stall_seconds, open_slab, is_restart, open_seconds
+            *(self.arena, self.ledger.shelf, [directory], nbytes, stall_seconds, open_slab),
+            *(is_restart, open_seconds, patience),
         )
         self.loader = Loader(self.arena, self.ledger, self.disks)
         self._reserve = min(dram_blocks, ssd_blocks) // 2

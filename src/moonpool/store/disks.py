@@ -13,7 +13,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from moonpool.errors import ConfigError
@@ -23,7 +25,15 @@ from moonpool.store.index import Index
 from moonpool.store.reads import Load, Outcome, Read, adjoining, reads_of
 from moonpool.store.shelf import Saves, Shelf
 from moonpool.store.slab import Slab
-from moonpool.store.volumes import Opened, OpenSlab, open_volumes
+from moonpool.store.volumes import (
+    Opened,
+    OpenSlab,
+    begin_opening,
+    close_late,
+    not_open,
+    open_volumes,
+    opening_by,
+)
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +46,9 @@ MAX_FAILURES = 3
 CLOSE_SECONDS = 5.0
 OPEN_SECONDS = 600.0
 """For a directory: a filesystem without fallocate writes the whole slab, and an index may be of gigabytes."""
+PATIENCE_SECONDS = 10.0
+"""A restarted node serves without its SSD from then on, until that is open: a disk that stands still must not keep it
+from its DRAM."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +67,15 @@ class _Volume:
     threads: list[threading.Thread] = field(default_factory=list)
 
 
+@dataclass(slots=True, eq=False)
+class _Opening:
+    """A directory that the node does not wait for any more."""
+
+    directory: Path
+    opened: Future[Opened]
+    until: float
+
+
 class Disks:
     def __init__(
         self,
@@ -65,11 +87,12 @@ class Disks:
         open_slab: OpenSlab = Slab,
         is_restart: bool = False,
         open_seconds: float = OPEN_SECONDS,
+        patience: float = PATIENCE_SECONDS,
     ) -> None:
         """`nbytes` in all, the same in each directory.
 
-        A directory that cannot be used is given up where the node `is_restart`ed; else ConfigError is raised, and
-        nothing is left of any of them.
+        A directory that cannot be used is given up where the node `is_restart`ed, and one that is not open after
+        `patience` joins when it is; else ConfigError is raised, and nothing is left of any of them.
         """
         self._arena = arena
         self._shelf = shelf
@@ -78,34 +101,26 @@ class Disks:
         self._closed = False
         self._read_bytes = self._written_bytes = self._errors = 0
         self._volumes: dict[int, _Volume] = {}
+        self._opening: list[_Opening] = []
+        self._open_seconds = open_seconds
+        shelf.on_pressure = self._on_pressure
         with _kept_for_good():
             each = nbytes // max(1, len(directories))
-            found = open_volumes(directories, each, open_slab, open_seconds)
-            failed = next((opened for opened in found if isinstance(opened, ConfigError)), None)
-            if failed is not None and not is_restart:
-                for opened in reversed(found):
-                    if isinstance(opened, Opened):
-                        opened.undo()
-                raise failed
-            for directory, opened in zip(directories, found, strict=True):
-                self._add(directory, opened)
-        shelf.on_pressure = self._on_pressure
-        for volume in self._volumes.values():
-            work = [self._save_all, *[self._load_all] * READERS]
-            for number, target in enumerate(work):
-                name = f"ssd {volume.number} {'load' if number else 'save'}"
-                volume.threads.append(threading.Thread(target=target, args=(volume,), name=name, daemon=True))
-        for volume in self._volumes.values():
-            for thread in volume.threads:
-                thread.start()
+            if is_restart:
+                self._open_again(directories, each, open_slab, patience)
+            else:
+                self._open_all(directories, each, open_slab)
+        for opening in list(self._opening):
+            opening.opened.add_done_callback(partial(self._came_late, opening))
 
     def load(self, loads: Sequence[Load]) -> None:
         """Begin to load."""
         refused: list[Read] = []
         with self._changed:
             for read in reads_of(loads):
-                volume = self._volumes[read.volume]
-                if volume.is_lost or self._closed:
+                # One that has just come may be on the shelf a moment before it is here.
+                volume = self._volumes.get(read.volume)
+                if volume is None or volume.is_lost or self._closed:
                     refused.append(read)
                 else:
                     volume.queue.append(read)
@@ -114,7 +129,13 @@ class Disks:
 
     def check(self, now: float) -> None:
         """Give up a disk on which an operation does not end. `now` is of the monotonic clock; call it now and then."""
-        for volume in self._volumes.values():
+        with self._changed:
+            volumes = list(self._volumes.values())
+            late = [opening for opening in self._opening if opening.until <= now]
+            self._opening = [opening for opening in self._opening if opening.until > now]
+        for opening in late:
+            self._add(opening.directory, not_open(opening.directory, self._open_seconds))
+        for volume in volumes:
             with self._changed:
                 began = min(volume.busy.values(), default=now)
             if now - began > self._stall_seconds:
@@ -123,6 +144,7 @@ class Disks:
     def counters(self) -> dict[str, float]:
         with self._changed:
             return {
+                "ssd_opening_volumes": float(len(self._opening)),
                 "ssd_read_bytes": float(self._read_bytes),
                 "ssd_written_bytes": float(self._written_bytes),
                 "ssd_errors": float(self._errors),
@@ -135,26 +157,76 @@ class Disks:
         """Whatever is queued fails; what runs is awaited for a few seconds."""
         with self._changed:
             self._closed = True
-            queued = [read for volume in self._volumes.values() for read in volume.queue]
-            for volume in self._volumes.values():
+            volumes = list(self._volumes.values())
+            queued = [read for volume in volumes for read in volume.queue]
+            for volume in volumes:
                 volume.queue.clear()
             self._changed.notify_all()
         _fail(queued)
         until = time.monotonic() + CLOSE_SECONDS
-        for volume in self._volumes.values():
+        for volume in volumes:
             for thread in volume.threads:
-                if thread.ident is not None:
-                    thread.join(max(0.0, until - time.monotonic()))
+                thread.join(max(0.0, until - time.monotonic()))
             if not any(thread.is_alive() for thread in volume.threads):
                 volume.opened.close()
 
-    def _add(self, directory: Path, opened: Opened | ConfigError) -> None:
-        if isinstance(opened, Opened):
-            number = self._shelf.add_volume(opened.slab.size, opened.recovered.entries)
-            self._volumes[number] = _Volume(number, opened, opened.slab, opened.index)
+    def _open_all(self, directories: Sequence[Path], nbytes: int, open_slab: OpenSlab) -> None:
+        found = open_volumes(directories, nbytes, open_slab, self._open_seconds)
+        failed = next((opened for opened in found if isinstance(opened, ConfigError)), None)
+        if failed is not None:
+            for opened in reversed(found):
+                if isinstance(opened, Opened):
+                    opened.undo()
+            raise failed
+        for directory, each in zip(directories, found, strict=True):
+            self._add(directory, each)
+
+    def _open_again(self, directories: Sequence[Path], nbytes: int, open_slab: OpenSlab, patience: float) -> None:
+        began = time.monotonic()
+        for opening in [
+            _Opening(directory, begin_opening(directory, nbytes, open_slab), began + self._open_seconds)
+            for directory in directories
+        ]:
+            found = opening_by(opening.opened, min(began + patience, opening.until))
+            if found is not None:
+                self._add(opening.directory, found)
+            elif patience >= self._open_seconds:
+                opening.opened.add_done_callback(close_late)
+                self._add(opening.directory, not_open(opening.directory, self._open_seconds))
+            else:
+                self._opening.append(opening)
+                log.warning(
+                    "SSD %s: not open in %g s; this node serves without it until it is", opening.directory, patience
+                )
+
+    def _came_late(self, opening: _Opening, opened: Future[Opened]) -> None:
+        """On the thread that opened it."""
+        with self._changed:
+            is_wanted = opening in self._opening and not self._closed
+            self._opening = [other for other in self._opening if other is not opening]
+        found = opening_by(opened, 0.0)
+        if is_wanted and found is not None:
+            self._add(opening.directory, found, is_late=True)
         else:
+            close_late(opened)
+
+    def _add(self, directory: Path, opened: Opened | ConfigError, is_late: bool = False) -> None:
+        if isinstance(opened, ConfigError):
             self._shelf.lose(self._shelf.add_volume(0, ()))
             log.error("SSD %s is given up until this node restarts: %s", directory, opened)
+            return
+        number = self._shelf.add_volume(opened.slab.size, opened.recovered.entries, is_late)
+        volume = _Volume(number, opened, opened.slab, opened.index)
+        for at, target in enumerate((self._save_all, *[self._load_all] * READERS)):
+            name = f"ssd {number} {'load' if at else 'save'}"
+            volume.threads.append(threading.Thread(target=target, args=(volume,), name=name, daemon=True))
+        with self._changed:
+            if not self._closed:
+                self._volumes[number] = volume
+                for thread in volume.threads:
+                    thread.start()
+                return
+        opened.close()
 
     def _on_pressure(self) -> None:
         # Under the ledger's lock, which is never taken while this one is held.

@@ -73,8 +73,11 @@ class Shelf:
         blocks.is_kept = blocks.eviction.is_elsewhere = self._shelved.__contains__
         blocks.on_come, blocks.on_go = self._came_to_dram, self._left_dram
 
-    def add_volume(self, nbytes: int, entries: Sequence[Shelved]) -> int:
-        """A disk with what is on it, the least recently used first; its number."""
+    def add_volume(self, nbytes: int, entries: Sequence[Shelved], is_late: bool = False) -> int:
+        """A disk with what is on it, the least recently used first; its number.
+
+        `is_late`: the directory has heard of the node already.
+        """
         with self._lock:
             number = len(self._volumes)
             spaces = {id(space): space for space in (entry.space for entry in entries)}
@@ -83,7 +86,9 @@ class Shelf:
             fresh = {
                 name: entry
                 for entry in entries
-                if (name := entry.name) not in self._shelved and id(entry.space) not in odd
+                if (name := entry.name) not in self._shelved
+                and name not in self._blocks.saving
+                and id(entry.space) not in odd
             }
             extents = Extents(nbytes, sorted([(entry.offset, entry.nbytes) for entry in fresh.values()]))
             volume = _Volume(extents, self._new_lru())
@@ -101,6 +106,11 @@ class Shelf:
                 if tier.holes:
                     for name in fresh:
                         tier.came_elsewhere(name)
+            if is_late:
+                volume.lru.pin([name for name in fresh if name in self.pinned])
+                for name in fresh:
+                    self._note(Change(True, name, Tier.SSD))
+                self.pressed()
             return number
 
     def pressed(self) -> None:

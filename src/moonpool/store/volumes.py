@@ -45,20 +45,21 @@ class Opened:
 def open_volumes(
     directories: Sequence[Path], nbytes: int, open_slab: OpenSlab, seconds: float
 ) -> list[Opened | ConfigError]:
-    """Each directory with a slab of `nbytes`, or why it cannot be used: also where that takes longer than `seconds`."""
+    """Each directory with a slab of `nbytes`, or why it cannot be used: also where that takes longer than `seconds`.
+
+    One after another, so that each sees what those before it have taken of the disk.
+    """
     found: list[Opened | ConfigError] = []
     for directory in directories:
-        opening = _begin(directory, nbytes, open_slab)
-        try:
-            found.append(opening.result(seconds))
-        except ConfigError as e:
-            found.append(e)
-        except TimeoutError:
-            found.append(ConfigError(f"SSD directory {directory}: not open in {seconds:g} s; choose another --ssd-dir"))
+        opening = begin_opening(directory, nbytes, open_slab)
+        opened = opening_by(opening, time.monotonic() + seconds)
+        if opened is None:
+            opening.add_done_callback(close_late)
+        found.append(not_open(directory, seconds) if opened is None else opened)
     return found
 
 
-def _begin(directory: Path, nbytes: int, open_slab: OpenSlab) -> Future[Opened]:
+def begin_opening(directory: Path, nbytes: int, open_slab: OpenSlab) -> Future[Opened]:
     opened: Future[Opened] = Future()
 
     def run() -> None:
@@ -70,6 +71,26 @@ def _begin(directory: Path, nbytes: int, open_slab: OpenSlab) -> Future[Opened]:
     # A disk that stands still would hold up the end of the process, were it not a daemon.
     threading.Thread(target=run, name=f"ssd open {directory}", daemon=True).start()
     return opened
+
+
+def opening_by(opening: Future[Opened], until: float) -> Opened | ConfigError | None:
+    """What has become of it by then (monotonic); None: nothing yet."""
+    try:
+        return opening.result(max(0.0, until - time.monotonic()))
+    except ConfigError as e:
+        return e
+    except TimeoutError:
+        return None
+
+
+def not_open(directory: Path, seconds: float) -> ConfigError:
+    return ConfigError(f"SSD directory {directory}: not open in {seconds:g} s; choose another --ssd-dir")
+
+
+def close_late(opening: Future[Opened]) -> None:
+    """Nobody waits for it any more."""
+    if opening.exception() is None:
+        opening.result().close()
 
 
 def _open(directory: Path, nbytes: int, open_slab: OpenSlab) -> Opened:
