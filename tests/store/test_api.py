@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -535,3 +536,78 @@ def test_it_is_a_map(space: Space, steps: list[tuple[str, set[int]]]) -> None:
             case "k":
                 assert space.pin(keys, 600) == [number in there for number in numbers]
                 assert space.unpin(keys) == [number in there for number in numbers]
+
+
+# Many connections
+
+
+def test_more_clients_than_connections_take_turns(
+    node: NodePeer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that rests makes way, be it a client's or a stranger's who says nothing."""
+    monkeypatch.setattr("moonpool.messenger.server.MAX_CONNECTIONS", 3)
+    monkeypatch.setattr("moonpool.messenger.server.REST_SECONDS", 0.0)
+    host, _, port = node.data_address.rpartition(":")
+    strangers = [socket.create_connection((host, int(port)), SECONDS) for _ in range(3)]
+    try:
+        spaces = [connect(node, "far").space(SPACE) for _ in range(6)]
+        for turn in range(2):
+            for at, space in enumerate(spaces):
+                assert space.put(K[at], bytes_of(K[at])) is not bool(turn)
+                assert holds(space, K[: at + 1]) == [True] * (at + 1)
+    finally:
+        for stranger in strangers:
+            stranger.close()
+    assert connect(node, "near").stats()["tcp_evicted_connections"] >= 3
+
+
+def test_connections_that_are_used_make_no_way(
+    node: NodePeer, join: Join, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moonpool.messenger.server.MAX_CONNECTIONS", 1)
+    monkeypatch.setattr("moonpool.messenger.server.REST_SECONDS", 0.0)
+    space = connect(node, "far").space(SPACE)
+    with join(node).open_room(SPACE, K[:1]).result(SECONDS) as room, ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(lambda: space.get(K[:1], wait_until=time.monotonic() + SECONDS).hits)
+        near = connect(node, "near")
+        eventually(lambda: near.stats()["watches"] == 1, "it is waited for")
+        with pytest.raises(PoolError, match="no node at"):
+            connect(node, "far")
+        data = bytes_of(K[0])
+        view = room.view(0)
+        assert view is not None
+        view[:] = data
+        join(node).stats().result(SECONDS)
+        room.close()
+        assert waiting.result(SECONDS) == 0
+    assert connect(node, "far").space(SPACE).exists_many(K[:1]) == [False]
+
+
+def test_a_connection_that_cannot_be_served_costs_only_itself(
+    node: NodePeer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("moonpool.messenger.server.threading.Thread.start", no_thread)
+        with pytest.raises(PoolError, match="no node at"):
+            Client.connect(node.data_address, timeout=SECONDS)
+    assert connect(node, "far").node == node.id
+
+
+def no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_call_that_the_node_fails_at_is_answered(
+    conductor: Conductor, node: NodePeer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise RuntimeError("unforeseen")
+
+    monkeypatch.setattr("moonpool.store.desk.Desk.bring", fail)
+    monkeypatch.setattr("moonpool.store.desk.Desk.is_ready", lambda *_: False)
+    space = connect(node, "near").space(SPACE)
+    began = time.monotonic()
+    with pytest.raises(PoolError, match="the node failed at it: unforeseen"):
+        space.get(K[:1])
+    assert time.monotonic() - began < SECONDS / 2
+    assert not space.exists(K[0])

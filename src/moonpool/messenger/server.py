@@ -10,7 +10,7 @@ from collections import Counter
 
 from moonpool.errors import ConfigError, PoolError, TransferError
 from moonpool.messenger import giving
-from moonpool.messenger.channel import Arriving, Blocks, Channel, Done, Read, Write, admit
+from moonpool.messenger.channel import Arriving, Blocks, Channel, Done, Header, Read, Write, admit
 from moonpool.messenger.questions import GetBlocks, PutBlocks, Question
 from moonpool.messenger.transfer import Landing, Store
 from moonpool.wire.security import check_token, data_key
@@ -18,6 +18,8 @@ from moonpool.wire.security import check_token, data_key
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 256
+"""Beyond them the one that nothing was asked on for the longest time makes way, if that is REST_SECONDS."""
+REST_SECONDS = 1.0
 IDLE_SECONDS = 120.0
 """Longer than the connecting side keeps an idle connection, so that it is the one to close it."""
 FRAME_SECONDS = 5.0
@@ -39,6 +41,8 @@ class TcpServer:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._open: dict[Channel, threading.Thread] = {}
+        self._resting: dict[Channel, float] = {}
+        """Those that nothing is asked on, and since when, the longest first; who is not let in yet is among them."""
         self._closed = False
         family = socket.AF_INET6 if ":" in host.strip("[]") else socket.AF_INET
         try:
@@ -51,7 +55,8 @@ class TcpServer:
 
     def counters(self) -> dict[str, float]:
         """Since the start: payload bytes in and out, transfers of each kind, what went wrong."""
-        names = ("bytes_in", "bytes_out", "writes", "reads", "puts", "gets", "refused_connections", "checksum_failures")
+        moved = ("bytes_in", "bytes_out", "writes", "reads", "puts", "gets")
+        names = (*moved, "checksum_failures", "refused_connections", "evicted_connections")
         with self._lock:
             return {name: float(self._counts[name]) for name in names}
 
@@ -79,20 +84,44 @@ class TcpServer:
                 time.sleep(0.1)
                 continue
             name = f"{peer[0]}:{peer[1]}"
-            with self._lock:
-                if self._closed or len(self._open) >= MAX_CONNECTIONS:
-                    log.warning("data connection from %s refused: %d are open", name, len(self._open))
-                    sock.close()
-                    continue
-                channel = Channel(sock)
-                thread = threading.Thread(target=self._serve, args=(channel, name), name=f"data {name}", daemon=True)
-                self._open[channel] = thread
+            try:
+                self._begin(sock, name)
+            except (OSError, RuntimeError) as e:
+                # It has gone already, or there are no more threads to be had.
+                sock.close()
+                log.warning("data connection from %s refused: %s", name, e)
+
+    def _begin(self, sock: socket.socket, name: str) -> None:
+        """Serve a connection. Raises OSError or RuntimeError where that cannot be."""
+        with self._lock:
+            if self._closed or (len(self._open) >= MAX_CONNECTIONS and not self._make_way()):
+                raise RuntimeError(f"{len(self._open)} are open")
+            channel = Channel(sock)
+            thread = threading.Thread(target=self._serve, args=(channel, name), name=f"data {name}", daemon=True)
+            self._open[channel] = thread
+            self._resting[channel] = time.monotonic()
+            try:
                 thread.start()
+            except RuntimeError:
+                del self._open[channel], self._resting[channel]
+                raise
+
+    def _make_way(self) -> bool:
+        """Close the connection that has rested longest, if that is long. The lock is held."""
+        channel = next(iter(self._resting), None)
+        if channel is None or time.monotonic() - self._resting[channel] < REST_SECONDS:
+            return False
+        # Its thread ends by itself; whoever has the other end connects anew when he needs it.
+        del self._resting[channel], self._open[channel]
+        self._counts["evicted_connections"] += 1
+        channel.shut()
+        return True
 
     def _serve(self, channel: Channel, peer: str) -> None:
         is_admitted = False
         try:
             admit(channel, self._key)
+            self._rest(channel)
             is_admitted = True
             is_busy = False
             while True:
@@ -110,6 +139,13 @@ class TcpServer:
             channel.close()
             with self._lock:
                 self._open.pop(channel, None)
+                self._resting.pop(channel, None)
+
+    def _rest(self, channel: Channel) -> None:
+        with self._lock:
+            self._resting.pop(channel, None)
+            if channel in self._open:
+                self._resting[channel] = time.monotonic()
 
     def _answer(self, channel: Channel, is_busy: bool) -> float:
         """Seconds for which nothing was asked."""
@@ -119,6 +155,13 @@ class TcpServer:
         except TimeoutError:
             raise TransferError("silent too long") from None
         idle = time.monotonic() - idle_since
+        with self._lock:
+            self._resting.pop(channel, None)
+        self._do(channel, header)
+        self._rest(channel)
+        return idle
+
+    def _do(self, channel: Channel, header: Header) -> None:
         match header:
             case Write():
                 self._receive(channel, header)
@@ -132,7 +175,6 @@ class TcpServer:
                 giving.answer(channel, self._store, header)
             case _:
                 raise TransferError(f"{type(header).__name__} is no request")
-        return idle
 
     def _receive(self, channel: Channel, header: Write) -> None:
         until = time.monotonic() + min(header.time_left, LONGEST_SECONDS)

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import resource
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -55,6 +56,8 @@ EXPIRY_SECONDS = 0.5
 """How often rooms and leases are looked through for those whose time is over."""
 BATCHES = 4
 """A client's batch is moved in parts of this part of its quota, so that the arena never has to hold all of it."""
+FILES = 8192
+"""That a node may have open, if the system lets it."""
 RESERVE_SECONDS = 1.0
 """The most that a room waits for the SSD: the Conductor takes no answer within 2 s for a refusal."""
 
@@ -101,6 +104,7 @@ async def run_node(
     `tell` hears what takes a while before the node can serve; `is_up` is called as soon as it can.
     """
     socket_path = Path(config.run_dir) / f"{link.me.id}.sock"
+    _allow_files()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_own(socket_path))
         listener = stack.enter_context(contextlib.closing(listen(socket_path)))
@@ -153,6 +157,14 @@ async def run_node(
         is_up()
         log.info("node %s: %d MiB in %s, %s, data on %s", link.me.id, size, arena.pages, socket_path, data.address)
         await node.run()
+
+
+def _allow_files() -> None:
+    """Each client takes two descriptors, and a usual limit of 1024 is one that any process may raise."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @contextlib.contextmanager

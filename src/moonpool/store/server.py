@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -152,9 +153,20 @@ class LocalServer:
 
     async def _serve(self, sock: socket.socket) -> None:
         client = ClientId(next(self._numbers))
-        holder = Holder(sock, self._rules.life_fd)
-        if not holder.is_supervised:
-            self._ledger.limit(client, self._rules.quota)
+        with contextlib.ExitStack() as stack:
+            stack.callback(sock.close)
+            try:
+                holder = Holder(sock, self._rules.life_fd)
+                stack.callback(holder.close)
+                if not holder.is_supervised:
+                    self._ledger.limit(client, self._rules.quota)
+                stack.callback(self._ledger.leave_all, client)
+                await self._session(sock, client, holder)
+            except Exception:
+                # One client's trouble must not end the others.
+                log.exception("client %d disconnected", client)
+
+    async def _session(self, sock: socket.socket, client: ClientId, holder: Holder) -> None:
         session = Session(
             sock,
             client,
@@ -170,9 +182,5 @@ class LocalServer:
         self._sessions[client] = session
         try:
             await session.run()
-        except Exception:
-            # One client's trouble must not end the others.
-            log.exception("client %d disconnected", client)
         finally:
-            holder.close()
             del self._sessions[client]

@@ -324,17 +324,18 @@ class Session:
             work.close()
             self._send(RefusedCall(serial, f"{MAX_OUTSTANDING} calls of this client wait already"))
             return
-        task = self._loop.create_task(self._quietly(work))
+        task = self._loop.create_task(self._quietly(serial, work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         # A task that is cancelled before its first step never gets to its work.
         task.add_done_callback(lambda _: work.close())
 
-    async def _quietly(self, work: Coroutine[None, None, None]) -> None:
+    async def _quietly(self, serial: int, work: Coroutine[None, None, None]) -> None:
         try:
             await work
-        except Exception:
+        except Exception as e:
             log.exception("a call of %s failed", self.name)
+            self._send(RefusedCall(serial, f"the node failed at it: {e}"))
 
     def _send(self, answer: Answer) -> None:
         """What the socket does not take at once goes later; the client is not listened to before it is gone.
