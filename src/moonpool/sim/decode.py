@@ -8,6 +8,7 @@ first step that ends after such an event. A request is told its tokens when it l
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -87,7 +88,7 @@ class SimDecode:
         self._rows: dict[RequestId, _Row] = {}
         self._ends: list[tuple[int, int, _Row]] = []
         """A heap of rows, by `ends_at`. Some have left."""
-        self._runs: list[float] = []
+        self._runs = array("d")
         """The numbers of one run after another, from the first that a row has taken part in."""
         self._most_runs = MOST_RUNS
         self._run: _Run | None = None
@@ -209,7 +210,7 @@ class SimDecode:
         self.busy_seconds += self._clock.now - run.began
         if len(self._runs) >= self._most_runs:
             self._forget()
-        self._runs += (run.began, run.first, run.growth, steps)
+        self._runs.extend((run.began, run.first, run.growth, steps))
         middle = run.context + run.batch * (steps - 1) // 2
         self._measured = DecodeStepped(self.id, run.batch, middle, (self._clock.now - run.began) / steps)
         finished, ends = [], self._ends

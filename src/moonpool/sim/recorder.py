@@ -14,6 +14,8 @@ from moonpool.sim.cluster import Simulation
 
 WATCHED = 6
 """Prefixes."""
+WATCHED_PROMPTS = 20_000
+"""They are sought in so many prompts, the first: to count the blocks of all would be most of a long run's memory."""
 ONE_PREFIX = 0.8
 """A block that this share of the prompts with the block before it go on with belongs to the same prefix."""
 
@@ -25,7 +27,8 @@ class Recorder:
         arrivals = [request.arrived for request in simulation.requests]
         self._simulation = simulation
         self._recording = Recording(max(max(arrivals) / (MOST_SAMPLES / 2), 0.1))
-        self.watched = hottest_prefixes((request.keys for request in simulation.requests), WATCHED)
+        prompts = [request.keys for request in simulation.requests[:WATCHED_PROMPTS]]
+        self.watched = hottest_prefixes(prompts, WATCHED)
         """In the order of `Sample.replicas`."""
         self._links: list[Link] = [node.link for node in simulation.nodes.values()]
         self._busy = [0.0] * len(self._links)

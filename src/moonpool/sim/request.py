@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -61,7 +62,7 @@ class SimRequest:
     finished: float | None = None
     refused: RejectReason | None = None
     retry_after: float | None = None
-    runs: list[float] = field(default_factory=list)
+    runs: array[float] = field(default_factory=lambda: array("d"))
     """The numbers of one `Run` after another."""
     figures: tuple[float, float, float] | None = None
     """What is kept of them once it is folded, see `intervals_of`."""
@@ -89,18 +90,18 @@ class SimRequest:
         if self.first_token is None:
             self.first_token, self.cached_tokens, self.fetched_tokens = now, cached, fetched
         else:
-            self.runs += Run(now, 0.0, 0.0, 1)
+            self.runs.extend(Run(now, 0.0, 0.0, 1))
         self.output += 1
 
-    def take(self, runs: Sequence[float], tokens: int) -> None:
+    def take(self, runs: Iterable[float], tokens: int) -> None:
         """Tokens of consecutive decode steps; `runs`: the numbers of one `Run` after another."""
-        self.runs += runs
+        self.runs.extend(runs)
         self.output += tokens
 
     def intervals(self) -> Intervals:
         if not self.runs or self.first_token is None:
             return np.empty(0)
-        start, first, growth, tokens = np.array(self.runs, dtype=np.float64).reshape(-1, 4).T
+        start, first, growth, tokens = np.frombuffer(self.runs).reshape(-1, 4).T
         steps = tokens.astype(np.int64)
         at = np.cumsum(steps) - steps
         each = np.repeat(growth, steps)
@@ -121,7 +122,7 @@ class SimRequest:
     def fold(self) -> None:
         """It is complete: only what its outcome needs is kept, for there may be many."""
         self.figures = intervals_of(self.intervals())
-        self.runs, self.keys = [], ()
+        self.runs, self.keys = array("d"), ()
 
     def outcome(self) -> Outcome:
         slowest, p90, longest = self.figures or intervals_of(self.intervals())
