@@ -61,12 +61,18 @@ def test_the_best_split_is_shown_and_written(trace: Path, tmp_path: Path, capsys
     told = capsys.readouterr().out
     assert "120 requests, seed 0; 4 machines, a800-llama2-70b; TTFT 4 s, TBT 0.05 s for 90%" in told
     assert "3P + 1D" in told
+    assert "the trace lasts" not in told
     assert "every split on the whole trace: 3P + 1D" in told
     assert "(+0.0% found)" in told
     assert "moonpool serve --nodes 4 --prefill 3 --decode 1 --slo-ttft 4s --slo-tbt 0.05s" in told
     assert "<svg" in page.read_text()
     best = read_configuration(out, Setup(load_profile("h100-llama2-70b")))
     assert (best.setup.prefill, best.setup.decode, best.name) == (3, 1, "3P + 1D")
+
+
+def test_a_trace_that_is_over_before_queues_are_is_told_of(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_plan(wanted(trace, slo="ttft=60s", nodes=2))
+    assert "times the TTFT limit: queues take in what would not last" in capsys.readouterr().out
 
 
 def test_json_has_every_split_and_does_not_depend_on_the_processes(

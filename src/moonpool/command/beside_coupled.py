@@ -43,8 +43,8 @@ CHUNKS = (256, 512, 2048)
 QUEUE_BOUND = 1 << 20
 SIMULATED_REQUESTS = 800
 """Fewer overstate what coupled workers bear (PAPER §9)."""
-LEAST_BEGINNING = 500
-"""Requests on which the planner corrects its arithmetic."""
+LEAST_BEGINNING = 1500
+"""Requests on which the planner corrects its arithmetic: at what so many machines bear, several TTFT limits."""
 
 
 class Contender(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from moonpool.command.hardware import hardware_profile
 from moonpool.command.machine import cores
-from moonpool.command.planning import Planner, Wanted
+from moonpool.command.planning import LEAST_LIMITS, Planner, Wanted
 from moonpool.command.processes import Runners
 from moonpool.command.settings import duration
 from moonpool.command.workload import Traffic
@@ -134,10 +134,18 @@ def _serve(wanted: Wanted, report: PlanReport) -> str:
 
 
 def _facts(report: PlanReport) -> list[str]:
+    lasts = report.requests / report.best.rate
+    short = []
+    if report.slo.ttft is not None and lasts < LEAST_LIMITS * report.slo.ttft:
+        short.append(
+            f"At {report.best.rate:.3f} requests a second the trace lasts {lasts:.0f} s only, less than {LEAST_LIMITS} "
+            f"times the TTFT limit: queues take in what would not last, and all rates are too high. Use a longer one."
+        )
     return [
         f"{report.trace}: {report.requests} requests, seed {report.seed}; {report.nodes} machines, {report.hardware}; "
         f"{limits(report.slo)} for {report.share:.0%} of all that are offered",
         f"{report.trials} trials, {report.simulated} requests simulated",
+        *short,
     ]
 
 

@@ -39,6 +39,9 @@ BEGINNING = 8
 """The trace's beginning is so much shorter than the trace."""
 LEAST_BEGINNING = 500
 """Requests; fewer would tell too little."""
+LEAST_LIMITS = 4
+"""The beginning lasts for so many times the TTFT limit at the rate that arithmetic expects: what comes within one limit
+waits in the queues, and attains, however much it is."""
 DRAM_SIZES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2)
 """Of the hardware's own."""
 
@@ -75,12 +78,15 @@ class Planner:
         self._requests = requests
         self._runners = runners
         self._seen: dict[tuple[Split, float, int | None], Trial] = {}
-        self._first = min(max(len(requests) // BEGINNING, LEAST_BEGINNING), len(requests))
-        self._work = {True: work_of(requests, profile), False: work_of(requests[: self._first], profile)}
         if requests[-1].arrival <= requests[0].arrival:
             raise ConfigError(f"{wanted.workload.source}: all requests come at one time, so there is no rate to find")
         sizes = numbers("--pipelines", wanted.pipelines, 1)
         self.among = splits(wanted.nodes, _able(sizes, requests, profile, self.goal, wanted.nodes))
+        self._work = {True: work_of(requests, profile)}
+        expected = max(self._rate(min(self.bounds(split, True))) for split in self.among)
+        least = max(len(requests) // BEGINNING, LEAST_BEGINNING, int(LEAST_LIMITS * expected * (slo.ttft or 0.0)))
+        self._first = min(least, len(requests))
+        self._work[False] = work_of(requests[: self._first], profile)
         (placement,) = some_of("--placement", wanted.placement, PLACEMENT_POLICIES)[:1]
         (admission,) = some_of("--admission", wanted.admission, ADMISSION_POLICIES)[:1]
         self._config = ConductorConfig(placement=placement, admission=admission, slo=slo, queue_bound=QUEUE_BOUND)
