@@ -27,6 +27,7 @@ from moonpool.core.placement import Choice
 from moonpool.core.requests import Placement, Request, Requests
 from moonpool.core.settings import ConductorConfig
 from moonpool.core.vocabulary import RejectReason, Slo
+from moonpool.core.worth import Worth
 
 TRUSTED_OBSERVATIONS = 8
 """After so many a fitted cost is believed in full."""
@@ -47,6 +48,7 @@ class Gate:
         self._config = config
         self._fleet = fleet
         self._outlook = outlook
+        self._worth = Worth()
         self._last_left: float | None = None
         """When a prompt had been computed last, if the queue was long then."""
         self._leavers = 0.0
@@ -101,7 +103,8 @@ class Gate:
             waited + choice.ttft_seconds, alone_seconds=waited + choice.ttft_seconds - choice.prefill.queue_seconds
         )
         if policy == "forecast":
-            return self._forecast(request, choice, predicted, slo, now)
+            dear = self._dear(request, options, choice, now)
+            return dear or self._forecast(request, choice, predicted, slo, now)
         ledger, tokens = self._fleet.decode[choice.decode.id], request.arrived.prompt_tokens
         joins_at = now if policy == "early" else now + choice.ttft_seconds
         if slo.tbt is not None and policy != "baseline":
@@ -114,6 +117,29 @@ class Gate:
         margin = Margin(decode=_kept(request, ledger))
         return admit(
             predicted, slo, lambda: self._outlook.fits_in(ledger, tokens, joins_at, slo.tbt, margin.decode, now), margin
+        )
+
+    def _dear(self, request: Request, options: Options, choice: Choice, now: float) -> Refusal | None:
+        """In overload: its computing would cost more than it is worth beside what else is asked for (`worth.py`)."""
+        limit, model, rank = request.limits.ttft, request.arrived.model, request.priority.rank
+        if limit is None or request.accepted or not self._config.refuses_dear_first:
+            return None
+        worth, tokens, seconds = self._worth, request.arrived.prompt_tokens, choice.prefill_seconds
+        if not request.uses:
+            request.uses = worth.asked(model, rank, options.keys, tokens, seconds, now)
+        if trust(self._fleet.prefill[choice.prefill.id].cost.fit) < 1.0:
+            return None
+        loads, price = self._fleet.prefill_for(model), worth.price(seconds, request.uses, tokens)
+        limit *= 1.0 - self._outlook.margin.ttft
+        if price <= worth.cutoff(model, rank, loads, limit, now):
+            return None
+        wait = worth.wait(price, model, rank, loads, limit, now)
+        return Refusal(
+            RejectReason.TTFT_SLO,
+            f"its prompt takes {seconds:.2f} s to compute, and more is asked for than can be computed within "
+            f"{request.limits.ttft:g} s: those that cost less for what they are worth go first; "
+            "retry later, or add a prefill instance",
+            clamp_retry(MOST_RETRY_SECONDS if wait is None else wait),
         )
 
     def late(self, request: Request, placed: Placement, reason: str, now: float) -> Refusal:

@@ -49,11 +49,20 @@ class ConductorConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     They wait for them there (`Place.awaits`). Not counted, every prompt of a burst computes the prefix they share.
     """
+    dear_first: bool | None = None
+    """Whether `forecast` refuses first, in overload, what takes most computing for its worth (`worth.py`).
+
+    None: with the placement `kvcache-centric`, which looks at what a prompt costs after all that is cached of it.
+    """
     hold_patience: float = 1.0
     """Seconds after which a held request is not overtaken any more by later ones of its model."""
     prefill_cost: PrefillCoefficients = PrefillCoefficients()
     decode_cost: DecodeCoefficients = DecodeCoefficients()
     transfer_cost: TransferCost = TransferCost()
+
+    @property
+    def refuses_dear_first(self) -> bool:
+        return self.placement == "kvcache-centric" if self.dear_first is None else self.dear_first
 
     def __post_init__(self) -> None:
         _one_of("placement", self.placement, PLACEMENT_POLICIES)
