@@ -375,6 +375,57 @@ def plan(
 
 
 @app.command()
+@with_workload
+def goodput(
+    workload: Workload,
+    hardware: Annotated[str, typer.Option(help="A hardware profile, or a YAML file with one.")] = "a800-llama2-70b",
+    prefill: Annotated[int, typer.Option(min=1, max=4096, help="Prefill machines.")] = 8,
+    decode: Annotated[int, typer.Option(min=1, max=4096, help="Decode machines.")] = 8,
+    pipeline: Annotated[
+        int, typer.Option(min=1, max=64, help="So many prefill machines form one instance and share the layers.")
+    ] = 1,
+    against: Annotated[
+        str, typer.Option(help="Placements that the default is measured against, with commas between.")
+    ] = "algorithm-1,cache-aware,load-balance,lmetric,dynamo,random",
+    admission: Annotated[
+        str, typer.Option(help="Admission policies that each of those has, with commas between.")
+    ] = "early,predictive,forecast",
+    ttft: Annotated[float, typer.Option(min=1e-3, help="Limit on the time to first token, seconds.")] = 30.0,
+    tbt: Annotated[float, typer.Option(min=1e-4, help="Limit on the time between tokens, seconds.")] = 0.1,
+    seeds: Annotated[str, typer.Option(help="Of the arrivals' jitter; several, with commas between.")] = "1,2,3,4,5",
+    start: Annotated[float, typer.Option(min=1e-3, max=1e3, help="The speed that is looked at first.")] = 2.0,
+    overload: Annotated[
+        float, typer.Option(min=1.0, max=100.0, help="So many times the best other's 90 % point is overload.")
+    ] = 2.0,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one HTML file with charts.")] = None,
+    as_json: AsJson = False,
+    jobs: Annotated[int, typer.Option(min=0, max=64, help="Processes; 0: as many as cores.")] = 0,
+) -> int:
+    """What the default policies serve within the limits, beside all others: at the 90 % point and in overload."""
+    from moonpool.command.goodput import Wanted, measure
+
+    return measure(
+        Wanted(
+            workload=workload,
+            hardware=hardware,
+            prefill=prefill,
+            decode=decode,
+            pipeline=pipeline,
+            placement=against,
+            admission=admission,
+            ttft=ttft,
+            tbt=tbt,
+            seeds=seeds,
+            start=start,
+            overload=overload,
+            html=html,
+            as_json=as_json,
+            jobs=jobs,
+        )
+    )
+
+
+@app.command()
 def paper(
     traces: Annotated[Path, typer.Option(metavar="DIR", help="A folder with the traces.")],
     hardware: Annotated[str, typer.Option(help="A hardware profile, or a YAML file with one.")] = "a800-llama2-70b",

@@ -26,9 +26,9 @@ from moonpool.core.vocabulary import BlockKey
 
 MEMORY_SECONDS = 60.0
 """What was asked for earlier counts less and less."""
-TOKENS_SHARE = 0.15
+TOKENS_SHARE = 0.05
 """Of a prompt's value, that goes by its length; the rest is the same for all."""
-SPARE_PROMPTS = 4.0
+SPARE_PROMPTS = 3.0
 """So many of the prompts that make up the work fit into what the queue leaves of the time to the limit."""
 LEAST_QUEUE = 0.2
 """Of the limit: a queue that is always allowed, or instances would run dry."""
@@ -87,7 +87,7 @@ class Asked:
         self.at = now
 
     def rate(self, limit: float) -> float:
-        """Seconds of computing asked for in a second; a first burst counts as if it had come in a third of the limit."""
+        """Seconds of computing asked for in a second; a first burst counts as spread over a third of the limit."""
         return self.total / max(self.seconds, limit / 3.0)
 
     def cutoff(self, room: float, limit: float) -> float:
@@ -95,11 +95,11 @@ class Asked:
         scale = limit / max(self.seconds, limit / 3.0)
         if self.total * scale <= room:
             return INFINITE
-        left, low = room, 0.0
+        left, low = max(room, 0.0), 0.0
         for some, high in zip(self._bins, (*_STARTS, INFINITE), strict=True):
             some *= scale
             if some > left:
-                return low + (high - low) * max(left, 0.0) / some if high < INFINITE else low
+                return low + (high - low) * left / some if high < INFINITE else low
             left -= some
             low = high
         return INFINITE
@@ -134,9 +134,7 @@ class Worth:
         value = 1.0 - TOKENS_SHARE + TOKENS_SHARE * tokens / max(self._mean_tokens, 1.0)
         return seconds / (uses * value)
 
-    def asked(
-        self, model: str, rank: int, keys: Sequence[BlockKey], tokens: int, seconds: float, now: float
-    ) -> float:
+    def asked(self, model: str, rank: int, keys: Sequence[BlockKey], tokens: int, seconds: float, now: float) -> float:
         """A request has come whose prompt takes so many seconds to compute; how often its KVCache will be used."""
         self._prompts = min(self._prompts + 1.0, _MEANS)
         self._mean_tokens += (tokens - self._mean_tokens) / self._prompts
