@@ -632,6 +632,7 @@ def _rules(config: Config) -> ConductorConfig:
     return ConductorConfig(
         placement=config.placement.placement,
         threshold=config.placement.fetch_threshold,
+        dear_first=config.placement.dear_first,
         admission=config.placement.admission,
         slo=Slo(config.placement.slo_ttft, config.placement.slo_tbt),
         classes=config.placement.classes,

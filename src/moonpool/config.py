@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 from moonpool.core.admission import AdmissionPolicy
 from moonpool.core.coupled import CoupledMode
 from moonpool.core.eviction import EvictionPolicy
+from moonpool.core.settings import DearFirst
 from moonpool.core.vocabulary import PriorityClass
 
 BYTES = {"unit": "bytes"}
@@ -115,6 +116,13 @@ class PlacementConfig(Struct, frozen=True):
     admission: Annotated[
         AdmissionPolicy, Meta(description="what a request is refused by when a limit cannot be kept")
     ] = "forecast"
+    dear_first: Annotated[
+        DearFirst,
+        Meta(
+            description="in overload `forecast` refuses first what takes most computing for its worth; "
+            "auto: with kvcache-centric"
+        ),
+    ] = "auto"
     queue_bound: Annotated[
         int, Meta(ge=1, le=1 << 20, description="most requests in the cluster before the next gets 429")
     ] = 256

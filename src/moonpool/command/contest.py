@@ -55,9 +55,9 @@ class Contest:
             open_ = [each for each in contenders if not searches[each.name].is_over]
             rounds += 1
             what = f"90 % points, look {rounds}: {len(open_)} of {len(contenders)}"
-            tasks = [self._task(each, searches[each.name].speed, self._seeds[0], least=WANTED_SHARE) for each in open_]
-            for each, run in zip(open_, self._run(what, tasks), strict=True):
-                searches[each.name].tell(0.0 if run is None else _attained([run]))
+            tasks = [self._trial(each, searches[each.name].speed) for each in open_]
+            for each, said in zip(open_, self._run(what, tasks), strict=True):
+                searches[each.name].tell(1.0 if said.trial is not None and said.trial.passes else 0.0)
         # Where not even the slowest did there is no point; the lowest looked at stands for it.
         return {name: Point(search.found or search.speed, COARSE) for name, search in searches.items()}
 
@@ -96,6 +96,10 @@ class Contest:
 
     def _task(self, each: Contender, speed: float, seed: int) -> Task:
         return Task(each.name, self._workload, msgspec.structs.replace(each.setup, seed=seed), speed)
+
+    def _trial(self, each: Contender, speed: float) -> Task:
+        goal = Goal(each.setup.conductor.slo, WANTED_SHARE)
+        return msgspec.structs.replace(self._task(each, speed, self._seeds[0]), goal=goal)
 
     def _run(self, what: str, tasks: Sequence[Task]) -> list[Said]:
         done = [0] * len(tasks)

@@ -17,6 +17,8 @@ from moonpool.core.vocabulary import PartId
 INFINITE = float("inf")
 NEAR = 0.02
 """Predictions that differ by less than this share are equal: then the least work decides."""
+WEIGHT = 0.0
+PATIENCE = 5.0
 PAUSE_SHARE = 0.1
 """What a second of waiting for KV before the second token counts beside a second of every step."""
 
@@ -76,16 +78,19 @@ def place_kvcache_centric(view: View, wanted: Wanted) -> Choice:
     longest = reaches[0].end if reaches else 0
     ways: list[_Way] = []
     bar = INFINITE
+    weight = WEIGHT * min([option.queue_seconds for option in view.prefill]) / PATIENCE
+    if weight > WEIGHT:
+        weight = WEIGHT
     for option in view.prefill:
         queue, held = option.queue_seconds, option.held_blocks
         if queue > bar:
             continue
         most = min(held, limit) if held > longest else longest
-        if queue + option.cost.seconds(tokens, most * size) <= bar:
+        if queue + (1.0 + weight) * option.cost.seconds(tokens, most * size) <= bar:
             way = _way(option, terms, reaches)
             ways.append(way)
-            bar = min(bar, way.ttft_seconds * (1.0 + NEAR))
-    best = min([way for way in ways if way.ttft_seconds <= bar])
+            bar = min(bar, (way.ttft_seconds + weight * way.compute_seconds) * (1.0 + NEAR))
+    best = min([way for way in ways if way.ttft_seconds + weight * way.compute_seconds <= bar])
     decode = _decode_for(best, view, wanted)
     fetch = None
     if best.source is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 from msgspec import Struct, field
 
 from moonpool.core.admission import ADMISSION_POLICIES, AdmissionPolicy
@@ -9,6 +11,9 @@ from moonpool.core.classes import check_classes
 from moonpool.core.cost import DecodeCoefficients, PrefillCoefficients, TransferCost
 from moonpool.core.placement import PLACEMENT_POLICIES, PlacementPolicy
 from moonpool.core.vocabulary import PriorityClass, Slo
+
+DearFirst = Literal["auto", "always", "never"]
+DEAR_FIRST: tuple[DearFirst, ...] = get_args(DearFirst)
 
 
 class ConductorConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,10 +54,10 @@ class ConductorConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     They wait for them there (`Place.awaits`). Not counted, every prompt of a burst computes the prefix they share.
     """
-    dear_first: bool | None = None
+    dear_first: DearFirst = "auto"
     """Whether `forecast` refuses first, in overload, what takes most computing for its worth (`worth.py`).
 
-    None: with the placement `kvcache-centric`, which looks at what a prompt costs after all that is cached of it.
+    `auto`: with the placement `kvcache-centric`, which looks at what a prompt costs after all that is cached of it.
     """
     hold_patience: float = 1.0
     """Seconds after which a held request is not overtaken any more by later ones of its model."""
@@ -62,11 +67,12 @@ class ConductorConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def refuses_dear_first(self) -> bool:
-        return self.placement == "kvcache-centric" if self.dear_first is None else self.dear_first
+        return self.dear_first == "always" or (self.dear_first == "auto" and self.placement == "kvcache-centric")
 
     def __post_init__(self) -> None:
         _one_of("placement", self.placement, PLACEMENT_POLICIES)
         _one_of("admission", self.admission, ADMISSION_POLICIES)
+        _one_of("dear-first", self.dear_first, DEAR_FIRST)
         check_classes(self.classes)
         _at_least("threshold", self.threshold, 1.0)
         _at_least("queue-bound", self.queue_bound, 1)
