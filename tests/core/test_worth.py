@@ -2,6 +2,7 @@
 
 import pytest
 
+from moonpool.core.vocabulary import BlockKey
 from moonpool.core.worth import SPARE_PROMPTS, Worth
 
 LIMIT = 30.0
@@ -56,10 +57,14 @@ def test_more_instances_take_more(worth: Worth) -> None:
     assert worth.cutoff(MODEL, 0, [Queue()] * 4, LIMIT, now + 1.0) == float("inf")
 
 
-def test_what_will_be_used_again_is_worth_more(worth: Worth) -> None:
-    worth.asked(MODEL, 0, (), 1000, 1.0, 0.0)
-    assert worth.price(1.0, 2.0, 1000) == pytest.approx(worth.price(1.0, 1.0, 1000) / 2)
-    assert worth.price(1.0, 1.0, 4000) < worth.price(1.0, 1.0, 1000)
+def test_what_will_be_used_again_costs_less(worth: Worth) -> None:
+    for number in range(200):
+        worth.asked(MODEL, 0, (BlockKey(f"alone-{number}".encode().ljust(16)),), 600, 1.0, 0.0)
+    for number in range(40):
+        for turn in range(4):
+            keys = tuple(BlockKey(f"{number}-{at}".encode().ljust(16)) for at in range(4 + turn))
+            uses = worth.asked(MODEL, 0, keys, 2048 + 512 * turn, 1.0, float(number))
+    assert uses > worth.asked(MODEL, 0, (), 2048, 1.0, 41.0) > 1.0
 
 
 def test_work_of_later_classes_takes_no_room_from_sooner_ones(worth: Worth) -> None:

@@ -53,6 +53,8 @@ class Wanted(Struct, frozen=True):
     block_bytes: int
     tbt_limit: float | None = None
     """Seconds; a decode instance predicted beyond it is taken only where all are."""
+    ttft_left: float | None = None
+    """Seconds from now in which its first token must come."""
 
     @property
     def hit_limit(self) -> int:

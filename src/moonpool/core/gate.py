@@ -129,7 +129,7 @@ class Gate:
             request.uses = worth.asked(model, rank, options.keys, tokens, seconds, now)
         if trust(self._fleet.prefill[choice.prefill.id].cost.fit) < 1.0:
             return None
-        loads, price = self._fleet.prefill_for(model), worth.price(seconds, request.uses, tokens)
+        loads, price = self._fleet.prefill_for(model), seconds / request.uses
         limit *= 1.0 - self._outlook.margin.ttft
         if price <= worth.cutoff(model, rank, loads, limit, now):
             return None

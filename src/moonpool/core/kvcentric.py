@@ -15,10 +15,14 @@ from moonpool.core.choice import Choice, DecodeOption, FetchPlan, PrefillOption,
 from moonpool.core.vocabulary import PartId
 
 INFINITE = float("inf")
+LATE = 1e6
+"""Seconds that a first token beyond its limit counts more."""
 NEAR = 0.02
 """Predictions that differ by less than this share are equal: then the least work decides."""
-WEIGHT = 0.0
-PATIENCE = 5.0
+WORK_WEIGHT = 3.0
+"""What a second of computing counts beside a second of waiting, where no instance comes to it soon ..."""
+BUSY_SECONDS = 5.0
+"""... that is, in so many seconds; less where one does, nothing where one is idle."""
 PAUSE_SHARE = 0.1
 """What a second of waiting for KV before the second token counts beside a second of every step."""
 
@@ -67,6 +71,9 @@ class _Terms(NamedTuple):
 def place_kvcache_centric(view: View, wanted: Wanted) -> Choice:
     """The least predicted TTFT; among near equals the least computing, then who got fewest requests, then the id.
 
+    Where all instances are busy, computing weighs more than waiting: it delays whoever comes later, so a prompt rather
+    waits for an instance that has, or is computing, its prefix than to compute it once more where the queue is shorter.
+
     The decode instance is the one with the shortest predicted step, a pause before the second token added where its
     node lacks so much that the KV comes later than it is computed. One predicted beyond the TBT limit is avoided.
     """
@@ -76,11 +83,9 @@ def place_kvcache_centric(view: View, wanted: Wanted) -> Choice:
     terms = _Terms(tokens, size, limit, moving, reading, transfer.latency, view.link_waits)
     reaches = _reaches(view, terms)
     longest = reaches[0].end if reaches else 0
-    ways: list[_Way] = []
-    bar = INFINITE
-    weight = WEIGHT * min([option.queue_seconds for option in view.prefill]) / PATIENCE
-    if weight > WEIGHT:
-        weight = WEIGHT
+    ways: list[tuple[float, _Way]] = []
+    bar, weight = INFINITE, _weight_of_work(view)
+    left = INFINITE if wanted.ttft_left is None else wanted.ttft_left
     for option in view.prefill:
         queue, held = option.queue_seconds, option.held_blocks
         if queue > bar:
@@ -88,9 +93,12 @@ def place_kvcache_centric(view: View, wanted: Wanted) -> Choice:
         most = min(held, limit) if held > longest else longest
         if queue + (1.0 + weight) * option.cost.seconds(tokens, most * size) <= bar:
             way = _way(option, terms, reaches)
-            ways.append(way)
-            bar = min(bar, (way.ttft_seconds + weight * way.compute_seconds) * (1.0 + NEAR))
-    best = min([way for way in ways if way.ttft_seconds + weight * way.compute_seconds <= bar])
+            score = way.ttft_seconds + weight * way.compute_seconds
+            if way.ttft_seconds > left:
+                score += LATE
+            ways.append((score, way))
+            bar = min(bar, score * (1.0 + NEAR))
+    best = min([way for score, way in ways if score <= bar])
     decode = _decode_for(best, view, wanted)
     fetch = None
     if best.source is not None:
@@ -98,6 +106,11 @@ def place_kvcache_centric(view: View, wanted: Wanted) -> Choice:
         fetch = FetchPlan(best.source, resident, best.hit - resident)
     seconds = best.compute_seconds, best.ttft_seconds
     return chosen(best.prefill, decode, best.hit, seconds, fetch, best.fetch_seconds)
+
+
+def _weight_of_work(view: View) -> float:
+    least = min([option.queue_seconds for option in view.prefill])
+    return WORK_WEIGHT * min(least / BUSY_SECONDS, 1.0)
 
 
 def _reaches(view: View, terms: _Terms) -> list[_Reach]:

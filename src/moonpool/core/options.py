@@ -216,7 +216,9 @@ def _options(
         {id_: node.link_free_at - now for id_, node in fleet.nodes.items() if node.link_free_at > now},
         slow,
     )
-    wanted = Wanted(request.arrived.prompt_tokens, space.block_tokens, space.block_bytes, request.limits.tbt)
+    limits, waited = request.limits, now - request.first_arrived_at
+    left = limits.ttft - waited if limits.ttft is not None else None
+    wanted = Wanted(request.arrived.prompt_tokens, space.block_tokens, space.block_bytes, limits.tbt, left)
     return Options(view, wanted, space, keys, needs.booked_pages, needs.room_bytes)
 
 

@@ -86,7 +86,7 @@ class Request:
     """It has been placed once: no SLO or queue bound refuses it any more."""
     hold_sent: bool = False
     uses: float = 0.0
-    """How often its KVCache will probably be used; 0 where nobody has asked yet."""
+    """What its computing is divided by to have its price (`worth.py`); 0 where nobody has asked yet."""
     joined_at: float = 0.0
 
     @property

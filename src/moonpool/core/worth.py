@@ -6,8 +6,7 @@ nothing is cached. Refused only when the queue has become too long for them, the
 served; refused all, their sessions never come to have anything cached. So a prompt's computing, after what is cached of
 it, is held against its worth:
 
-    seconds / (uses · value)     uses: how often its KVCache will probably be used (`sequels.py`)
-                                 value: 1 for a prompt of mean length, and a little more for a longer one
+    price = seconds / uses     uses: how often its KVCache will probably be used (`sequels.py`)
 
 What was asked for of late (refused or not) is counted by this price. The cutoff is where what is asked for in the time
 to the limit, the cheapest first, fills what can be computed in that time, less what is queued already. The queue is
@@ -26,9 +25,9 @@ from moonpool.core.vocabulary import BlockKey
 
 MEMORY_SECONDS = 60.0
 """What was asked for earlier counts less and less."""
-TOKENS_SHARE = 0.05
-"""Of a prompt's value, that goes by its length; the rest is the same for all."""
-SPARE_PROMPTS = 3.0
+REUSE_SHARE = 0.5
+"""Of the uses to come: what is refused now may be computed for the next of them."""
+SPARE_PROMPTS = 4.0
 """So many of the prompts that make up the work fit into what the queue leaves of the time to the limit."""
 LEAST_QUEUE = 0.2
 """Of the limit: a queue that is always allowed, or instances would run dry."""
@@ -38,8 +37,6 @@ _LOOK_SECONDS = 0.5
 _LEAST_PRICE = 1e-4
 _STEP = 2.0**0.125
 _BINS = 208
-_MEANS = 512.0
-"""Prompts that the mean length is taken over."""
 INFINITE = float("inf")
 
 
@@ -127,22 +124,14 @@ class Worth:
         self.sequels = Sequels()
         self._asked: dict[tuple[str, int], Asked] = {}
         """By model and rank."""
-        self._mean_tokens = 0.0
-        self._prompts = 0.0
-
-    def price(self, seconds: float, uses: float, tokens: int) -> float:
-        value = 1.0 - TOKENS_SHARE + TOKENS_SHARE * tokens / max(self._mean_tokens, 1.0)
-        return seconds / (uses * value)
 
     def asked(self, model: str, rank: int, keys: Sequence[BlockKey], tokens: int, seconds: float, now: float) -> float:
-        """A request has come whose prompt takes so many seconds to compute; how often its KVCache will be used."""
-        self._prompts = min(self._prompts + 1.0, _MEANS)
-        self._mean_tokens += (tokens - self._mean_tokens) / self._prompts
+        """A request has come whose prompt takes so many seconds to compute; what they are divided by."""
         asked = self._asked.get((model, rank))
         if asked is None:
             asked = self._asked[model, rank] = Asked(at=now)
-        uses = self.sequels.asked(keys, tokens)
-        asked.add(self.price(seconds, uses, tokens), seconds)
+        uses = 1.0 + REUSE_SHARE * (self.sequels.asked(keys, tokens) - 1.0)
+        asked.add(seconds / uses, seconds)
         return uses
 
     def cutoff(self, model: str, rank: int, loads: Sequence[PrefillLoad], limit: float, now: float) -> float:
