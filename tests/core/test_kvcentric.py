@@ -161,3 +161,21 @@ def test_no_other_end_of_any_fetch_would_be_quicker(
             arrival = wait + 0.01 + (end - held) * block_seconds
             quickest = min(quickest, max(queue, arrival) + cost.seconds(161, end * 16))
     assert choose(seen).ttft_seconds == pytest.approx(quickest, rel=1e-3)
+
+
+def test_where_all_are_busy_a_prompt_waits_for_the_instance_that_has_its_prefix() -> None:
+    """It would come to its first token a little sooner elsewhere, and delay all who come later there."""
+    holder, other = prefill(0, 11.8, held=10), prefill(1, 10.0)
+    choice = choose(view(holder, other))
+    assert choice.prefill.id == "prefill-0"
+    assert choice.ttft_seconds > 10.0 + WANTED.tokens * 0.01
+    idle = choose(view(prefill(0, 1.8, held=10), prefill(1)))
+    assert idle.prefill.id == "prefill-1", "an idle instance computes at once"
+
+
+def test_it_waits_no_longer_than_its_limit_allows() -> None:
+    holder, other = prefill(0, 11.8, held=10), prefill(1, 10.0)
+    strict = structs.replace(WANTED, ttft_left=11.7)
+    assert choose(view(holder, other), strict).prefill.id == "prefill-1"
+    hopeless = structs.replace(WANTED, ttft_left=1.0)
+    assert choose(view(holder, other), hopeless).prefill.id == "prefill-0", "late in any case, it computes least"

@@ -19,7 +19,7 @@ LATE = 1e6
 """Seconds that a first token beyond its limit counts more."""
 NEAR = 0.02
 """Predictions that differ by less than this share are equal: then the least work decides."""
-WORK_WEIGHT = 3.0
+WORK_WEIGHT = 8.0
 """What a second of computing counts beside a second of waiting, where no instance comes to it soon ..."""
 BUSY_SECONDS = 5.0
 """... that is, in so many seconds; less where one does, nothing where one is idle."""
