@@ -71,6 +71,17 @@ def test_overload_is_told_by_paired_differences_and_by_the_sign_of_the_correlati
     assert told(overload_findings(more, PAPER), "refused, early") == "more than baseline, may be chance"
 
 
+def test_forecast_is_held_against_early() -> None:
+    what = "forecast less early: deviation of prefill, decode load; refused; attain"
+    early = [run(1.0, 15), run(1.0, 17)]
+    found = overload_findings({"early": early, "forecast": [run(1.0, 10), run(1.0, 12)]}, PAPER)
+    assert told(found, what) == (
+        "prefill load moves as much; decode load moves as much; fewer refused; no fewer attain"
+    )
+    found = overload_findings({"early": early, "forecast": [run(1.0, 18), run(1.0, 40)]}, PAPER)
+    assert told(found, what).endswith("no fewer refused, may be chance; fewer attain, may be chance")
+
+
 def test_the_cost_model_is_held_against_the_papers_curves() -> None:
     prefill, decode = cost_findings(PREFILL, DECODE, 4096, PAPER)
     assert prefill.comment == "within 1.3% at every point"

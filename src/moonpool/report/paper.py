@@ -6,7 +6,7 @@ Ours are never adjusted to the paper's, except that the load of an experiment is
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 
 import msgspec
@@ -223,7 +223,41 @@ def overload_findings(runs: Mapping[str, Sequence[Run]], paper: PaperFigures) ->
         findings.append(Finding(f"prefill for nothing, {name}", "-", show(estimate(wasted), percent=True), comment))
     for name, each in runs.items():
         findings += _swing_findings(name, each, paper)
+    if "early" in runs and "forecast" in runs:
+        findings.append(_calmer(runs["forecast"], runs["early"]))
     return tuple(findings)
+
+
+def _calmer(forecast: Sequence[Run], early: Sequence[Run]) -> Finding:
+    """Whether `forecast` moves the loads less than `early`, at what price."""
+
+    def of(figure: Callable[[Run], float]) -> Estimate:
+        return paired_difference([figure(run) for run in forecast], [figure(run) for run in early])
+
+    prefill, decode = of(lambda run: run.swing.prefill_deviation), of(lambda run: run.swing.decode_deviation)
+    refused, attained = of(_refused), of(lambda run: run.summary.attained / run.summary.requests)
+    comment = "; ".join(
+        (
+            f"prefill load {_moved(prefill)}",
+            f"decode load {_moved(decode)}",
+            _more_or_less("refused", refused),
+            _more_or_less("attain", attained),
+        )
+    )
+    ours = f"{prefill.mean:+.3f}, {decode.mean:+.3f}; {refused.mean:+.1%}; {attained.mean:+.1%}"
+    return Finding("forecast less early: deviation of prefill, decode load; refused; attain", "-", ours, comment)
+
+
+def _moved(found: Estimate) -> str:
+    if not found.mean:
+        return "moves as much"
+    chance = "" if found.half_width is None or found.is_clear else ", may be chance"
+    return ("calmer" if found.mean < 0 else "moves more") + chance
+
+
+def _more_or_less(what: str, found: Estimate) -> str:
+    chance = "" if found.half_width is None or found.is_clear else ", may be chance"
+    return f"{'fewer' if found.mean < 0 else 'no fewer'} {what}{chance}"
 
 
 def _swing_findings(name: str, runs: Sequence[Run], paper: PaperFigures) -> list[Finding]:
