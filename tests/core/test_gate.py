@@ -206,3 +206,21 @@ def test_a_model_that_refuses_everybody_is_put_to_the_test_now_and_then() -> Non
     assert kinds(d.tell(arrival("a", tokens=40))) == ["Reject"]
     d.wait(PROBE_SECONDS + 1.0)
     assert kinds(d.tell(arrival("b", tokens=40))) == ["ReserveRoom"]
+
+
+def test_what_passes_at_the_gateway_counts_for_the_first_token() -> None:
+    d = warm("forecast", slo=Slo(2.0, 0.1))
+    assert kinds(d.tell(arrival("in-time", waited=1.0))) == ["ReserveRoom"]
+    reject = rejected(d.tell(arrival("late", waited=1.9999)))
+    assert reject.reason is RejectReason.TTFT_SLO
+    assert reject.retry_after == 1.0, "who comes again has not waited"
+
+
+def test_one_that_was_held_until_it_was_too_late_is_told_when_to_come_again() -> None:
+    d = warm("forecast", slo=Slo(3.0, 0.1))
+    fill(d, 3, 240)
+    assert kinds(d.tell(arrival("b", tokens=260))) == ["Hold"]
+    d.now += 3.1
+    (reject,) = [a for a in d.tell(ev.Woke()) if isinstance(a, act.Reject)]
+    assert reject.reason is RejectReason.TTFT_SLO
+    assert reject.retry_after == pytest.approx(3.1)

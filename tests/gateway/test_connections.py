@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
 
+from moonpool.core.events import RequestArrived
 from moonpool.gateway import connection as connection_module
 from tests.gateway.conftest import Open
 from tests.gateway.kit import END, POST_HEAD, connected, run
@@ -57,6 +59,20 @@ def test_what_is_no_request_gets_an_error_in_shape(opened: Open) -> None:
                     await talk.send(junk)
                     check_error(await talk.answer(), 400)
                     assert await talk.closed()
+
+    run(test())
+
+
+def test_the_time_in_which_a_body_comes_counts_as_waiting(opened: Open) -> None:
+    async def test() -> None:
+        async with opened(answer=lambda work: [50, END]) as s, connected(s) as talk:
+            body = b'{"prompt": [5], "max_tokens": 3}'
+            await talk.send(POST_HEAD + b"content-length: %d\r\n\r\n" % len(body) + body[:9])
+            await asyncio.sleep(0.2)
+            await talk.send(body[9:])
+            assert status(await talk.answer()) == 200
+            (arrived,) = s.got("conductor", RequestArrived)
+            assert arrived.waited >= 0.19
 
     run(test())
 

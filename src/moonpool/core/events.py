@@ -91,6 +91,8 @@ class RequestArrived(Struct, frozen=True, tag=True):
     """The class asked for, or an integer; empty: nothing is (`classes.py`)."""
     label: str = ""
     """The client's x-request-id, for logs."""
+    waited: float = 0.0
+    """Seconds since it came to the gateway, which has read and tokenized it: they count for its first token."""
 
 
 class PlacedBefore(Struct, frozen=True, tag=True):

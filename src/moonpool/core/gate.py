@@ -99,9 +99,9 @@ class Gate:
         if policy == "none" or (request.accepted and policy != "forecast"):
             return None
         waited = now - request.first_arrived_at
-        predicted = Prediction(
-            waited + choice.ttft_seconds, alone_seconds=waited + choice.ttft_seconds - choice.prefill.queue_seconds
-        )
+        # Who comes again has not waited yet.
+        alone = choice.ttft_seconds - choice.prefill.queue_seconds
+        predicted = Prediction(waited + choice.ttft_seconds, alone_seconds=alone)
         if policy == "forecast":
             dear = self._dear(request, options, choice, now)
             return dear or self._forecast(request, choice, predicted, slo, now)
@@ -188,7 +188,9 @@ class Gate:
         if request.accepted or self._config.admission == "none":
             return None
         waited = now - request.first_arrived_at
-        return admit(Prediction(waited, alone_seconds=waited), request.limits, lambda: None)
+        refusal = admit(Prediction(waited), request.limits, lambda: None)
+        # For so long nothing came free for it.
+        return None if refusal is None else structs.replace(refusal, retry_after=clamp_retry(waited))
 
     def ttft_left(self, request: Request, now: float) -> float | None:
         """Seconds in which its first token must come; None where nobody refuses it any more for being late."""
@@ -231,7 +233,7 @@ class Gate:
         predicted = structs.replace(
             predicted,
             ttft_seconds=waited + unsure * choice.ttft_seconds,
-            alone_seconds=waited + unsure * (predicted.alone_seconds - waited),
+            alone_seconds=unsure * predicted.alone_seconds,
         )
 
         def fits_in() -> float | None:

@@ -142,13 +142,14 @@ class Requests:
         self._serial += 1
         priority = self.classes.of(event.priority)
         limits = self.classes.limits(event.slo, priority)
-        request = Request(event, self._serial, now, now + event.time_left, Phase.HELD, now, priority, limits)
+        came = now - event.waited
+        request = Request(event, self._serial, came, now + event.time_left, Phase.HELD, now, priority, limits)
         request.accepted = event.attempt > 1
         request.sooner = self.classes.sooner(priority)
         # Not less its own prefill: those that are held wait for room in the decode pool, and long prompts would always
         # have it before short ones.
         slack = UNHURRIED_SECONDS if limits.ttft is None else limits.ttft
-        request.turn = now + slack + AGEING_SECONDS * self.classes.place(priority)
+        request.turn = came + slack + AGEING_SECONDS * self.classes.place(priority)
         self._over.pop(request.id, None)
         self._live[request.id] = request
         self._enter(request, Phase.HELD)

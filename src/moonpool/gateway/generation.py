@@ -122,6 +122,7 @@ class Generation:
             slo=job.slo,
             priority=job.priority,
             label=job.label,
+            waited=max(job.deadline - job.arrived - time_left, 0.0),
         )
 
     def work(self, place: Place, gateway: Peer, time_left: float) -> Work:
