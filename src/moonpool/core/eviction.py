@@ -109,7 +109,22 @@ class Eviction(Generic[K]):
 
         `position`: which block of its prompt it is, from 0; `pins`: so many unpins are to come.
         """
-        self.extend((key,), size, parent, position, pins)
+        entries = self._entries
+        if key in entries:
+            raise ValueError(f"block {key!r} is present already; remove it before adding it again")
+        above = None if parent is None else entries.get(parent) or self._absent(parent)
+        entries[key] = entry = _Entry(key, size, above, self._use - position * self._step, pins)
+        if above is not None:
+            if above.children is None:
+                above.children = entry
+            else:
+                self._join(above, entry)
+        if self._gone and key in self._gone:
+            self._return(entry)
+        self.bytes += size
+        if not pins:
+            self.evictable_bytes += size
+            self._wait((entry,))
 
     def extend(self, keys: Sequence[K], size: int, parent: K | None, position: int, pins: int) -> None:
         """New blocks of one prompt, in its order: the first continues `parent`, each other one the one before it.

@@ -21,6 +21,7 @@ from moonpool.messenger.questions import (
     Refused,
     Reply,
     pack_sums,
+    stretches,
     unpack_sums,
 )
 from moonpool.messenger.transfer import Bytes
@@ -82,25 +83,30 @@ def get(
 
 def put(channel: Channel, request: PutBlocks, sources: Sequence[Sequence[Bytes]], until: float) -> bytes:
     """One mark a key: YES, NO where the node had it already, or DAMAGED. `sources`: pieces of each block."""
-    sums: list[int] = []
-    group: list[Part] = [framed(request)]
-    room = limit = FIRST_BYTES
-    for pieces in sources:
-        digests = RunDigests(request.space.run_bytes)
-        for piece in pieces:
-            view = piece.data
-            while len(view):
-                part, view = view[:room], view[room:]
-                digests.feed(part)
-                group.append(part)
-                room -= len(part)
-                if not room:
-                    channel.send_all(group, until, more=True)
-                    group = []
-                    room = limit = min(2 * limit, GROUP_BYTES)
-        sums += digests.checksums
-    group.append(framed(Checksums(pack_sums(sums))))
-    channel.send_all(group, until)
+    # At once: the node makes room while the first bytes are summed up.
+    channel.send_header(request, until)
+    space = request.space
+    limit = FIRST_BYTES
+    for stretch in stretches(len(sources), space.block_bytes):
+        sums: list[int] = []
+        group: list[Part] = []
+        room = limit
+        for pieces in sources[stretch]:
+            digests = RunDigests(space.run_bytes)
+            for piece in pieces:
+                view = piece.data
+                while len(view):
+                    part, view = view[:room], view[room:]
+                    digests.feed(part)
+                    group.append(part)
+                    room -= len(part)
+                    if not room:
+                        channel.send_all(group, until, more=True)
+                        group = []
+                        room = limit = min(2 * limit, GROUP_BYTES)
+            sums += digests.checksums
+        group.append(framed(Checksums(pack_sums(sums))))
+        channel.send_all(group, until)
     # No `soon`: to look for it would take a processor from the node, which has its books to write now.
     reply = _heard(channel, until)
     if not isinstance(reply, Marks) or len(reply.marks) * 16 != len(request.keys):

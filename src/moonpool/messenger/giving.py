@@ -10,7 +10,7 @@ from itertools import groupby
 
 import xxhash
 
-from moonpool.core.vocabulary import BLOCK_KEY_BYTES
+from moonpool.core.vocabulary import BLOCK_KEY_BYTES, KeySpace
 from moonpool.errors import TransferError
 from moonpool.messenger.channel import MAX_BUFFERS, Channel
 from moonpool.messenger.digest import RunDigests
@@ -26,6 +26,7 @@ from moonpool.messenger.questions import (
     Question,
     Refused,
     pack_sums,
+    stretches,
     unpack_sums,
     unpacked,
 )
@@ -83,8 +84,9 @@ def take(channel: Channel, store: Store, request: PutBlocks, count: Count) -> No
         channel.step_aside()
     intake = store.take(request)
     if isinstance(intake, str):
-        channel.skip(len(unpacked(request.keys)) * block_bytes, until)
-        _sums(channel, until)
+        for stretch in stretches(len(unpacked(request.keys)), block_bytes):
+            channel.skip((stretch.stop - stretch.start) * block_bytes, until)
+            _sums(channel, until)
         channel.send_header(Refused(intake), until)
         return
     try:
@@ -97,34 +99,43 @@ def take(channel: Channel, store: Store, request: PutBlocks, count: Count) -> No
 
 def _fill(channel: Channel, intake: Intake, request: PutBlocks, until: float, count: Count) -> bytes:
     space = request.space
+    found = bytearray()
+    for stretch in stretches(len(intake.targets), space.block_bytes):
+        arrived = _receive_stretch(channel, intake.targets[stretch], space, until, count)
+        expected = list(_sums(channel, until))
+        if len(expected) != len(arrived) * space.runs:
+            raise TransferError(f"{len(arrived)} blocks of {space.runs} runs with {len(expected)} checksums")
+        landed: list[tuple[int, list[int]]] = []
+        for position, sums in enumerate(arrived):
+            if sums is None:
+                found.append(NO)
+            elif sums == expected[position * space.runs : (position + 1) * space.runs]:
+                landed.append((stretch.start + position, sums))
+                found.append(YES)
+            else:
+                count("checksum_failures", 1)
+                log.warning("a block of key space %s arrived with a wrong checksum", space.id)
+                found.append(DAMAGED)
+        for at in range(0, len(landed), LANDED_TOGETHER):
+            intake.landed(landed[at : at + LANDED_TOGETHER])
+    return bytes(found)
+
+
+def _receive_stretch(
+    channel: Channel, targets: Sequence[Bytes | None], space: KeySpace, until: float, count: Count
+) -> list[list[int] | None]:
+    """The checksums of the runs of each block; None for one that was there already."""
     arrived: list[list[int] | None] = []
-    for is_wanted, targets in groupby(intake.targets, lambda target: target is not None):
+    for is_wanted, some in groupby(targets, lambda target: target is not None):
         if is_wanted:
-            wanted = [[target] for target in targets if target is not None]
+            wanted = [[target] for target in some if target is not None]
             arrived += receive(channel, wanted, space.run_bytes, until)
             count("bytes_in", len(wanted) * space.block_bytes)
         else:
-            for _ in targets:
+            for _ in some:
                 channel.skip(space.block_bytes, until)
                 arrived.append(None)
-    expected = _sums(channel, until)
-    if len(expected) != len(arrived) * space.runs:
-        raise TransferError(f"{len(arrived)} blocks of {space.runs} runs with {len(expected)} checksums")
-    found = []
-    landed: list[tuple[int, list[int]]] = []
-    for position, sums in enumerate(arrived):
-        if sums is None:
-            found.append(NO)
-        elif sums == list(expected[position * space.runs : (position + 1) * space.runs]):
-            landed.append((position, sums))
-            found.append(YES)
-        else:
-            count("checksum_failures", 1)
-            log.warning("a block of key space %s arrived with a wrong checksum", space.id)
-            found.append(DAMAGED)
-    for at in range(0, len(landed), LANDED_TOGETHER):
-        intake.landed(landed[at : at + LANDED_TOGETHER])
-    return bytes(found)
+    return arrived
 
 
 def receive(channel: Channel, blocks: Iterable[Sequence[Bytes]], run_bytes: int, until: float) -> Iterator[list[int]]:

@@ -6,7 +6,7 @@ Keys travel packed, one behind the other; answers hold one byte a key, in the sa
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Final
 
 from msgspec import Meta, Struct
@@ -25,6 +25,8 @@ from moonpool.errors import PoolError
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 TimeLeft = Annotated[float, Meta(ge=-1e9, le=1e9)]
 """Below 0: the deadline has passed."""
+
+STRETCH_BYTES = 1 << 20
 
 NO: Final = 0
 YES: Final = 1
@@ -146,7 +148,8 @@ class Given(Struct, frozen=True, tag=True):
 
 
 class PutBlocks(Struct, frozen=True, tag=True):
-    """Over the data address only. All blocks follow, then `Checksums`; the answer is `Marks`."""
+    """Over the data address only. All blocks follow, and `Checksums` after each of the `stretches` of them; the answer
+    is `Marks`."""
 
     space: KeySpace
     keys: bytes
@@ -156,7 +159,7 @@ class PutBlocks(Struct, frozen=True, tag=True):
 
 
 class Checksums(Struct, frozen=True, tag=True):
-    """u64 (little-endian), one a run of the blocks before: known to the sender only when it has read them."""
+    """u64 (little-endian), one a run of the stretch before: known to the sender only when it has read that."""
 
     checksums: bytes
 
@@ -188,6 +191,15 @@ def unpacked(keys: bytes) -> list[BlockKey]:
     if len(keys) % BLOCK_KEY_BYTES:
         raise PoolError(f"{len(keys)} bytes are no whole block keys of {BLOCK_KEY_BYTES} bytes")
     return [BlockKey(keys[at : at + BLOCK_KEY_BYTES]) for at in range(0, len(keys), BLOCK_KEY_BYTES)]
+
+
+def stretches(count: int, block_bytes: int) -> Iterator[slice]:
+    """The blocks of a put that are verified, and become readable, together: whole ones, of about STRETCH_BYTES.
+
+    So the node writes its books while more is under way. At least one, which is empty where nothing is put.
+    """
+    size = max(1, STRETCH_BYTES // max(1, block_bytes))
+    return (slice(start, min(start + size, count)) for start in range(0, max(count, 1), size))
 
 
 def marks(values: Iterable[int]) -> Marks:

@@ -142,24 +142,27 @@ class Blocks:
         if key is None:
             block.settled = True
         else:
-            self.filling[block.name] = self.filling.get(block.name, 0) + 1
+            name = block.name
+            self.filling[name] = self.filling.get(name, 0) + 1
         return block
 
     def promote(self, block: Block) -> bool:
         """Make a complete block readable and pin it. False if its key is readable already: the block stays private."""
-        if block.name in self.resident:
+        name = block.name
+        if name in self.resident:
             return False
-        parent = None if block.parent is None else (block.space.id, block.parent)
-        self.resident[block.name] = block
-        self.places[block.offset] = block.name
-        pins = 1 + (block.name in self.pinned)
-        self.eviction.add(block.name, page_aligned(block.nbytes), parent, block.index, pins=pins)
+        parent = None if block.parent is None else (name[0], block.parent)
+        nbytes = block.nbytes
+        self.resident[name] = block
+        self.places[block.offset] = name
+        pins = 1 + (name in self.pinned)
+        self.eviction.add(name, page_aligned(nbytes), parent, block.index, pins)
         block.resident = True
         if self.board is not None:
-            self.board.show(*block.name, block.offset, block.nbytes)
-        self.on_come(block.name)
+            self.board.show(*name, block.offset, nbytes)
+        self.on_come(name)
         self.settle(block)
-        self.on_change(Change(True, block.name))
+        self.on_change(Change(True, name))
         return True
 
     def settle(self, block: Block) -> None:
@@ -167,9 +170,9 @@ class Blocks:
             return
         block.settled = True
         name = block.name
-        self.filling[name] -= 1
-        if not self.filling[name]:
-            del self.filling[name]
+        others = self.filling.pop(name) - 1
+        if others:
+            self.filling[name] = others
         self.on_settled(name)
 
     def evict(self, name: Name) -> None:

@@ -60,10 +60,11 @@ class Board:
         first = _bucket(low, self.entries)
         for at in range(first, first + WAYS * _WORDS, _WORDS):
             if not words[at + _BYTES]:
-                words[at] += 1
+                version = words[at]
+                words[at] = version + 1
                 words[at + _SPACE], words[at + _KEY], words[at + _KEY_END] = space_tag(space), low, high
                 words[at + _OFFSET], words[at + _BYTES] = offset, nbytes
-                words[at] += 1
+                words[at] = version + 2
                 self._at[space, key] = at
                 return
 

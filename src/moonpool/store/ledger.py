@@ -559,9 +559,12 @@ class Ledger:
         if block is None or block.resident:
             return
         wanted = _mask(block, first, len(checksums)) & ~block.complete & ~block.arriving
-        for run, checksum in enumerate(checksums, first):
-            if wanted >> run & 1:
-                block.checksums[run] = checksum
+        if len(checksums) == block.space.runs == wanted.bit_count():
+            block.checksums[:] = checksums
+        else:
+            for run, checksum in enumerate(checksums, first):
+                if wanted >> run & 1:
+                    block.checksums[run] = checksum
         finish_runs(self._blocks, room, block, wanted, self._wake)
 
     def _wake(self, room: Room) -> None:

@@ -327,10 +327,12 @@ class _Node:
         """Tell the directory what becomes readable and what no longer is, in order."""
         is_reachable = True
         while True:
-            await self._pending.wait()
-            self._pending.clear()
-            self._is_pending = False
-            while (message := self.ledger.next_announcement()) is not None:
+            if (message := self.ledger.next_announcement()) is None:
+                await self._pending.wait()
+                self._pending.clear()
+                self._is_pending = False
+                continue
+            while message is not None:
                 try:
                     await self._link.send(self.membership.conductor, message)
                 except PeerUnavailableError as e:
@@ -340,8 +342,11 @@ class _Node:
                     is_reachable = False
                 else:
                     is_reachable, self._announced = True, message.seq
+                message = self.ledger.next_announcement()
             # What becomes of the next few blocks goes together: a message a block would cost more than the block.
             await asyncio.sleep(ANNOUNCE_SECONDS)
+            # Before the next look: whatever is noted after it wakes this loop, and nothing did meanwhile.
+            self._is_pending = False
 
     async def _expire(self) -> None:
         absences = Absences()
