@@ -17,9 +17,9 @@ from moonpool.wire.security import check_token, data_key
 
 log = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 256
+MAX_CONNECTIONS = 512
 """Beyond them the one that nothing was asked on for the longest time makes way, if that is REST_SECONDS."""
-REST_SECONDS = 1.0
+REST_SECONDS = 0.1
 IDLE_SECONDS = 120.0
 """Longer than the connecting side keeps an idle connection, so that it is the one to close it."""
 FRAME_SECONDS = 5.0
