@@ -394,17 +394,17 @@ def test_one_large_block_is_striped_and_only_its_wanted_layers_are_read(
     conductor.reserve(node, R, keys, space=space)
     waiting = client.await_room(R, 1, 60)
     data = bytes_of(keys[0], space.block_bytes)
-    messenger.write_now(node.data_address, [room_write(R, 0, data, runs=8)], SECONDS)
+    messenger.write(node.data_address, [room_write(R, 0, data, runs=8)], SECONDS).result(SECONDS)
     contents = waiting.result(SECONDS)
     assert contents is not None
     contents.close()
     stats = client.stats().result(SECONDS)
     assert stats["tcp_writes"] == 2
     target = np.empty(space.block_bytes, np.uint8)
-    assert messenger.read_now(node.data_address, space.id, keys, [target], SECONDS) == 1
+    assert messenger.read(node.data_address, space.id, keys, [target], SECONDS).result(SECONDS) == 1
     assert np.array_equal(target, data)
     part = np.empty(3 * space.run_bytes, np.uint8)
-    assert messenger.read_now(node.data_address, space.id, keys, [part], SECONDS, layers=(4, 3)) == 1
+    assert messenger.read(node.data_address, space.id, keys, [part], SECONDS, layers=(4, 3)).result(SECONDS) == 1
     assert np.array_equal(part, data[4 << 20 : 7 << 20])
     stats = client.stats().result(SECONDS)
     assert stats["tcp_bytes_out"] == data.nbytes + part.nbytes

@@ -74,25 +74,13 @@ class Tcp:
         self._messenger.close()
 
 
-class TcpNow(Tcp):
-    """On the calling thread."""
-
-    def write(self, index: int, data: Bytes, first_run: int, runs: int) -> None:
-        self._messenger.write_now(self._address, [room_write(R, index, data, first_run, runs)], SECONDS)
-
-    def read(self, keys: list[BlockKey]) -> list[Bytes]:
-        targets = [np.zeros(SPACE.block_bytes, np.uint8) for _ in keys]
-        count = self._messenger.read_now(self._address, SPACE.id, keys, targets, SECONDS)
-        return targets[:count]
-
-
-@pytest.fixture(params=["shm", "tcp", "tcp now"])
+@pytest.fixture(params=["shm", "tcp"])
 def transport(request: pytest.FixtureRequest, node: NodePeer, join: Join) -> Iterator[Transport]:
     if request.param == "shm":
         yield Shm(join(node))
     else:
         messenger = TcpMessenger(None)
-        yield (Tcp if request.param == "tcp" else TcpNow)(messenger, node)
+        yield Tcp(messenger, node)
         messenger.close()
 
 

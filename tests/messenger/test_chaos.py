@@ -55,10 +55,7 @@ class Caller:
         keys = KEYS[first : first + count]
         targets = [np.zeros(BLOCK, np.uint8) for _ in keys]
         seconds, priority = choose.choice([0.02, 0.5, 2]), choose.choice(list(Priority))
-        if choose.random() < 0.5:
-            found = self._messenger.read_now(address, SPACE, keys, targets, seconds, priority=priority)
-        else:
-            found = self._messenger.read(address, SPACE, keys, targets, seconds, priority=priority).result(SECONDS)
+        found = self._messenger.read(address, SPACE, keys, targets, seconds, priority=priority).result(SECONDS)
         assert found == max(0, min(count, KNOWN - first))
         for key, target in zip(keys[:found], targets, strict=False):
             assert np.array_equal(target, store.blocks[key][0])
@@ -66,10 +63,7 @@ class Caller:
     def _write(self, address: str, store: MemoryStore) -> None:
         block, seconds = self._random.randrange(len(store.rooms)), self._random.choice([0.02, 0.5, 2])
         write = write_of(block, bytes_of(KEYS[block % len(KEYS)], BLOCK), RUNS)
-        if self._random.random() < 0.5:
-            self._messenger.write_now(address, [write], seconds)
-        else:
-            self._messenger.write(address, [write], seconds).result(SECONDS)
+        self._messenger.write(address, [write], seconds).result(SECONDS)
 
 
 def test_everything_ends_in_time_and_what_has_arrived_is_right() -> None:

@@ -67,8 +67,7 @@ def held(store: MemoryStore, messenger: TcpMessenger, server: TcpServer) -> Iter
 
 
 @pytest.mark.parametrize("runs", [1, 5, 8, 512])
-@pytest.mark.parametrize("now", [True, False])
-def test_one_large_block_is_read_over_two_connections(messenger: TcpMessenger, runs: int, now: bool) -> None:
+def test_one_large_block_is_read_over_two_connections(messenger: TcpMessenger, runs: int) -> None:
     store = MemoryStore(8 * MIB // runs * runs, runs)
     keys = keys_of("a", 1)
     store.put(keys)
@@ -79,25 +78,18 @@ def test_one_large_block_is_read_over_two_connections(messenger: TcpMessenger, r
         seen.append((index, list(sums)))  # type: ignore[call-overload]
 
     with serving(store) as server:
-        if now:
-            assert messenger.read_now(server.address, SPACE, keys, [target], SECONDS, on_block) == 1
-        else:
-            assert messenger.read(server.address, SPACE, keys, [target], SECONDS, on_block).result(SECONDS) == 1
+        assert messenger.read(server.address, SPACE, keys, [target], SECONDS, on_block).result(SECONDS) == 1
         assert store.asked == [(keys[0],)] * 2
         eventually(lambda: server.counters()["bytes_out"] == target.nbytes, "the server has counted no more than that")
     assert np.array_equal(target, store.blocks[keys[0]][0])
     assert seen == [(0, store.blocks[keys[0]][1])]
 
 
-@pytest.mark.parametrize("now", [True, False])
-def test_one_large_block_is_written_over_two_connections(messenger: TcpMessenger, now: bool) -> None:
+def test_one_large_block_is_written_over_two_connections(messenger: TcpMessenger) -> None:
     store = MemoryStore(8 * MIB, 8)
     data = bytes_of(b"x", 8 * MIB)
     with serving(store) as server:
-        if now:
-            messenger.write_now(server.address, [write_of(3, data, 8)], SECONDS)
-        else:
-            messenger.write(server.address, [write_of(3, data, 8)], SECONDS).result(SECONDS)
+        messenger.write(server.address, [write_of(3, data, 8)], SECONDS).result(SECONDS)
     assert sorted(store.landed) == [(3, 0, 4), (3, 4, 4)]
     assert store.complete[3] == set(range(8))
     assert np.array_equal(store.rooms[3], data)
@@ -111,7 +103,9 @@ def test_a_wrong_byte_anywhere_in_a_striped_block_is_found(messenger: TcpMesseng
     store.put(keys)
     store.blocks[keys[0]][0][byte] ^= 1
     with serving(store) as server, pytest.raises(TransferError, match="arrived with a wrong checksum"):
-        messenger.read_now(server.address, SPACE, keys, [np.empty(8 * MIB, np.uint8)], SECONDS, on_block=never)
+        messenger.read(server.address, SPACE, keys, [np.empty(8 * MIB, np.uint8)], SECONDS, on_block=never).result(
+            SECONDS
+        )
     assert messenger.counters()["checksum_failures"] == 1
 
 
@@ -134,7 +128,9 @@ def test_two_halves_of_different_copies_are_no_block(one_lane: TcpMessenger) -> 
     target = np.empty(8 * MIB, np.uint8)
     with serving(store) as server, pytest.raises(TransferError, match="replaced by another copy"):
         # Background, so that it goes in several pieces over the one connection.
-        one_lane.read_now(server.address, SPACE, keys, [target], SECONDS, never, priority=Priority.BACKGROUND)
+        one_lane.read(server.address, SPACE, keys, [target], SECONDS, never, priority=Priority.BACKGROUND).result(
+            SECONDS
+        )
 
 
 def test_layers(messenger: TcpMessenger) -> None:
@@ -144,13 +140,13 @@ def test_layers(messenger: TcpMessenger) -> None:
     targets = [np.zeros(3 * MIB // 2, np.uint8) for _ in keys]
     sums: dict[int, list[int]] = {}
     with serving(store) as server:
-        count = messenger.read_now(
+        count = messenger.read(
             server.address, SPACE, keys, targets, SECONDS, lambda i, found: sums.update({i: list(found)}), layers=(2, 3)
-        )
+        ).result(SECONDS)
         assert count == 3
         eventually(lambda: server.counters()["bytes_out"] == 3 * targets[0].nbytes, "no more than that was counted")
         with pytest.raises(TransferError, match="runs 6 to 8"):
-            messenger.read_now(server.address, SPACE, keys, targets, SECONDS, layers=(6, 3))
+            messenger.read(server.address, SPACE, keys, targets, SECONDS, layers=(6, 3)).result(SECONDS)
     for index, (key, target) in enumerate(zip(keys, targets, strict=True)):
         data, checksums = store.blocks[key]
         assert np.array_equal(target, data.reshape(8, -1)[2:5].reshape(-1))
@@ -303,7 +299,7 @@ def test_more_peers_than_connections(threads: None) -> None:
             for server in servers:
                 # One at a time: now they are idle, and evicted when another is wanted.
                 target = np.empty(256 << 10, np.uint8)
-                assert messenger.read_now(server.address, SPACE, keys, [target], SECONDS) == 1
+                assert messenger.read(server.address, SPACE, keys, [target], SECONDS).result(SECONDS) == 1
             counters = messenger.counters()
             assert counters["evicted_endpoints"] >= 3
             assert counters["connections"] <= 3
@@ -343,26 +339,13 @@ def test_nothing_is_kept_of_a_peer_that_nobody_talks_to(
     store.put(keys)
     with serving(store) as server:
         target = np.empty(4096, np.uint8)
-        assert messenger.read_now(server.address, SPACE, keys, [target], SECONDS) == 1
+        assert messenger.read(server.address, SPACE, keys, [target], SECONDS).result(SECONDS) == 1
         assert messenger.read(server.address, SPACE, keys, [target], SECONDS).result(SECONDS) == 1
         assert messenger.counters()["connections"] >= 1
         eventually(lambda: messenger.counters()["endpoints"] == 0, "the peer is forgotten")
         assert messenger.counters()["connections"] == 0
-        assert messenger.read_now(server.address, SPACE, keys, [target], SECONDS) == 1
+        assert messenger.read(server.address, SPACE, keys, [target], SECONDS).result(SECONDS) == 1
     eventually(lambda: threading.active_count() == before, "its threads end")
-
-
-def test_a_thread_that_waits_moves_the_bytes_itself(messenger: TcpMessenger) -> None:
-    store = MemoryStore(4096, 1)
-    keys = keys_of("a", 1)
-    store.put(keys)
-    here: list[threading.Thread] = []
-    with serving(store) as server:
-        target = np.empty(4096, np.uint8)
-        messenger.read_now(
-            server.address, SPACE, keys, [target], SECONDS, lambda *_: here.append(threading.current_thread())
-        )
-    assert here == [threading.current_thread()]
 
 
 def test_anything_may_be_carried(messenger: TcpMessenger) -> None:
@@ -376,14 +359,13 @@ def test_anything_may_be_carried(messenger: TcpMessenger) -> None:
         raise PoolError("not today")
 
     with serving(store) as server:
-        assert messenger.carry_now(server.address, lambda channel: 7, SECONDS) == 7
+        assert messenger.carry(server.address, lambda channel: 7, SECONDS).result(SECONDS) == 7
         with pytest.raises(TransferError, match="broke"):
             messenger.carry(server.address, refuse, SECONDS).result(SECONDS)
         with pytest.raises(PoolError, match="not today"):
-            messenger.carry_now(server.address, refuse, SECONDS)
-        assert threads[-1] is threading.current_thread()
+            messenger.carry(server.address, refuse, SECONDS).result(SECONDS)
         connections = messenger.counters()["connections"]
-        assert messenger.carry_now(server.address, lambda channel: 8, SECONDS) == 8
+        assert messenger.carry(server.address, lambda channel: 8, SECONDS).result(SECONDS) == 8
         assert messenger.counters()["connections"] == connections == 1
 
 

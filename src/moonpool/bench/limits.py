@@ -2,7 +2,8 @@
 
 The sockets' limit is two connections over loopback, a thread each, nothing but `sendall` and `recv_into` in pieces of
 1 MiB from one buffer into another; and the same with xxh3-64 of every block at the receiver, taken piece by piece while
-the piece is still in the cache.
+the piece is still in the cache. For calls that wait for each other: one connection, a question of some bytes, and for
+an answer as much as one call moves, verified, before the next question.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -26,7 +28,11 @@ from moonpool.errors import MoonpoolError
 COPY = "memory copy, one thread"
 SOCKETS = "two sockets"
 SOCKETS_VERIFIED = "two sockets with each block verified by xxh3-64"
+CALLS = "one socket, a question and {} verified"
+"""What one call moves goes in."""
 CONNECTIONS = 2
+_WANTED = struct.Struct("<QQ")
+"""First byte of the walk, and how many."""
 PIECE_BYTES = 1 << 20
 SOCKET_SECONDS = 30.0
 
@@ -43,8 +49,10 @@ class Loopback:
 
     def __init__(self, socks: Sequence[socket.socket], buffers: Buffers, block_bytes: int) -> None:
         self._socks = socks
+        self._buffers = buffers
+        self._block_bytes = block_bytes
         self._blocks = _blocks(buffers.target, block_bytes)
-        self._sums = [xxhash.xxh3_64_intdigest(block.data) for block in _blocks(buffers.source, block_bytes)]
+        self._sums = _sums(buffers.source, block_bytes)
 
     def seconds(self, verify: bool) -> float:
         """From the first question to the last byte (verified). Raises MoonpoolError for wrong bytes or none."""
@@ -53,7 +61,8 @@ class Loopback:
 
         def receive(sock: socket.socket, first: int) -> None:
             try:
-                sock.sendall(b"?")
+                wanted = self._blocks[first : first + share]
+                sock.sendall(_WANTED.pack(first * self._block_bytes, sum(block.nbytes for block in wanted)))
                 for index in range(first, min(first + share, len(self._blocks))):
                     _receive(sock, self._blocks[index], self._sums[index] if verify else None)
             except Exception as error:
@@ -73,11 +82,27 @@ class Loopback:
             raise MoonpoolError(f"the raw sockets failed: {failures[0] if failures else 'no end'}")
         return took
 
+    def call_seconds(self, call_bytes: int) -> float:
+        """All of the walk over one connection, a question for every `call_bytes`; the answer is summed up as it comes.
+
+        Raises MoonpoolError for wrong bytes.
+        """
+        sock, start = self._socks[0], 0
+        calls = list(
+            zip(_blocks(self._buffers.target, call_bytes), _sums(self._buffers.source, call_bytes), strict=True)
+        )
+        began = time.perf_counter()
+        for target, expected in calls:
+            sock.sendall(_WANTED.pack(start, target.nbytes))
+            _receive(sock, target, expected)
+            start += target.nbytes
+        return time.perf_counter() - began
+
 
 @contextlib.contextmanager
 def loopback(buffers: Buffers, block_bytes: int, folder: Path) -> Iterator[Loopback]:
     """Connected to a sender in a process of its own, which ends with the block."""
-    command = [sys.executable, "-P", "-m", "moonpool.bench.limits", str(buffers.source.nbytes), str(block_bytes)]
+    command = [sys.executable, "-P", "-m", "moonpool.bench.limits", str(buffers.source.nbytes)]
     log = folder / "sender.log"
     with (
         running(command, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process,
@@ -95,23 +120,22 @@ def loopback(buffers: Buffers, block_bytes: int, folder: Path) -> Iterator[Loopb
         yield Loopback(socks, buffers, block_bytes)
 
 
-def send_when_asked(nbytes: int, block_bytes: int) -> None:
-    """The other process: each connection sends its share of the walk for every byte that it gets, until stdin ends."""
-    blocks = _blocks(pattern(nbytes), block_bytes)
-    share = -(-len(blocks) // CONNECTIONS)
+def send_when_asked(nbytes: int) -> None:
+    """The other process: each connection sends what of the walk it is asked for, until stdin ends."""
+    walk = pattern(nbytes)
 
-    def send(sock: socket.socket, first: int) -> None:
+    def send(sock: socket.socket) -> None:
         with sock:
-            while sock.recv(1):
-                for block in blocks[first : first + share]:
-                    for start in range(0, block.nbytes, PIECE_BYTES):
-                        sock.sendall(block.data[start : start + PIECE_BYTES])
+            while question := sock.recv(_WANTED.size, socket.MSG_WAITALL):
+                start, wanted = _WANTED.unpack(question)
+                for piece in _blocks(walk[start : start + wanted], PIECE_BYTES):
+                    sock.sendall(piece.data)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         print(listener.getsockname()[1], flush=True)
         for number in range(CONNECTIONS):
             sock, _ = listener.accept()
-            threading.Thread(target=send, args=(sock, number * share), name=f"sender {number}", daemon=True).start()
+            threading.Thread(target=send, args=(sock,), name=f"sender {number}", daemon=True).start()
         sys.stdin.read()
 
 
@@ -158,9 +182,13 @@ def _receive(sock: socket.socket, block: Bytes, expected: int | None) -> None:
         raise MoonpoolError("the raw sockets gave other bytes than were sent")
 
 
+def _sums(buffer: Bytes, block_bytes: int) -> list[int]:
+    return [xxhash.xxh3_64_intdigest(block.data) for block in _blocks(buffer, block_bytes)]
+
+
 def _blocks(buffer: Bytes, block_bytes: int) -> list[Bytes]:
     return [buffer[start : start + block_bytes] for start in range(0, buffer.nbytes, block_bytes)]
 
 
 if __name__ == "__main__":
-    send_when_asked(int(sys.argv[1]), int(sys.argv[2]))
+    send_when_asked(int(sys.argv[1]))

@@ -22,7 +22,7 @@ from rich.progress import Progress
 from moonpool.bench import limits, ssd
 from moonpool.bench.bars import bars
 from moonpool.bench.cluster import free_port
-from moonpool.bench.figures import BATCH, KIB, LOCAL, MIB, OURS, PEER, REMOTE, Case, Figures
+from moonpool.bench.figures import BATCH, KIB, LOCAL, MIB, OURS, PEER, REMOTE, Case, Figures, size_name
 from moonpool.bench.peer import VERSION, Peer, PeerMissingError, set_up
 from moonpool.bench.pool import running_pool
 from moonpool.bench.process import Worker, running, wait_until, worker
@@ -34,6 +34,8 @@ from moonpool.errors import MoonpoolError
 SIZES = (64 * KIB, MIB, 8 * MIB)
 BLOCK = 8 * MIB
 """Of the comparisons with raw sockets and raw files."""
+CALL_SIZES = (MIB, BATCH * 64 * KIB, 8 * MIB)
+"""Of calls that wait for each other, which no number of connections helps: singles, and a batch of small blocks."""
 MASTER_SECONDS = 20.0
 TABLE_COLUMNS = 120
 """Where nobody says how wide the output is."""
@@ -189,6 +191,10 @@ def _measure_limits(figures: Figures, plan: Plan, buffers: Buffers, folder: Path
                 figures.add_limit(limits.COPY, copied)
                 figures.add_limit(limits.SOCKETS, plain)
                 figures.add_limit(limits.SOCKETS_VERIFIED, verified)
+            for size in CALL_SIZES:
+                took = sockets.call_seconds(size)
+                if turn:
+                    figures.add_limit(limits.CALLS.format(size_name(size)), took)
             step()
 
 

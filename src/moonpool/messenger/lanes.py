@@ -72,21 +72,6 @@ class Lanes:
         self._admit(transfer)
         self._rouse(len(transfer.pieces))
 
-    def begin(self, transfer: Transfer[Any]) -> Lane | None:
-        """`submit`, and a lane, if one is free, for `run`: no thread has to wake for what the caller moves itself."""
-        is_first = not self._waiting
-        self._admit(transfer)
-        lane = self._acquire() if is_first and transfer.pieces else None
-        self._rouse(len(transfer.pieces) - (lane is not None))
-        return lane
-
-    def run(self, transfer: Transfer[Any], lane: Lane | None) -> None:
-        """Move pieces of it on the caller's thread. Without the lock."""
-        while lane is not None:
-            self._carry(lane, lambda: self._waiting.take_of(transfer))
-            with self._lock:
-                lane = self._acquire() if transfer.pieces else None
-
     def close(self) -> None:
         """Running and queued transfers fail at once."""
         with self._lock:
@@ -265,9 +250,6 @@ class Lanes:
                 self._discard(lane)
             else:
                 self._idle.append(lane)
-                if not self._threads:
-                    # Somebody has to close it one day.
-                    self._start(self._live)
             self._rouse(self._waiting.pieces)
 
     def _must_give_way(self, lane: Lane) -> bool:

@@ -28,7 +28,6 @@ from moonpool.wire.security import data_key
 __all__ = ["Priority", "TcpMessenger"]
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 SPLIT_BYTES = 2 << 20
 """Transfers of at least this size use all connections to the peer."""
@@ -51,10 +50,10 @@ _COUNTERS = (
 
 
 class TcpMessenger:
-    """Moves bytes to and from other nodes, on threads of its own or (`..._now`) on the caller's; one per process.
+    """Moves bytes to and from other nodes, on threads of its own; one per process.
 
     Every transfer is over, one way or the other, when its future is: from then on nothing reads or writes its buffers.
-    Futures fail with TransferError. No call but `..._now` blocks: what a peer's queue has no room for is refused.
+    Futures fail with TransferError. No call blocks: what a peer's queue has no room for is refused.
     """
 
     def __init__(
@@ -75,12 +74,6 @@ class TcpMessenger:
         """Put runs into rooms of the node at `address` (`host:port`); done when the node has verified all of them."""
         return self._submit(address, self._writing(writes, time_left, priority))
 
-    def write_now(
-        self, address: str, writes: Sequence[RoomWrite], time_left: float, priority: Priority = Priority.URGENT
-    ) -> None:
-        """`write` for a thread that would wait for it: it moves the bytes itself. Raises TransferError."""
-        self._run(address, self._writing(writes, time_left, priority))
-
     def read(
         self,
         address: str,
@@ -100,20 +93,6 @@ class TcpMessenger:
         """
         return self._submit(address, self._reading(space, keys, destinations, time_left, on_block, layers, priority))
 
-    def read_now(
-        self,
-        address: str,
-        space: KeySpaceId,
-        keys: Sequence[BlockKey],
-        destinations: Sequence[Bytes],
-        time_left: float,
-        on_block: OnBlock | None = None,
-        layers: tuple[int, int] | None = None,
-        priority: Priority = Priority.URGENT,
-    ) -> int:
-        """`read` for a thread that would wait for it: it moves the bytes itself. Raises TransferError."""
-        return self._run(address, self._reading(space, keys, destinations, time_left, on_block, layers, priority))
-
     def carry(
         self,
         address: str,
@@ -127,17 +106,6 @@ class TcpMessenger:
         `work` keeps within `time_left` by itself. A PoolError it raises leaves the connection as it is.
         """
         return self._submit(address, self._calling(work, time_left, nbytes, priority))
-
-    def carry_now(
-        self,
-        address: str,
-        work: Callable[[Channel], T],
-        time_left: float,
-        nbytes: int = 0,
-        priority: Priority = Priority.URGENT,
-    ) -> T:
-        """`carry` on the caller's thread if a connection is free. Raises TransferError, and what `work` raises."""
-        return self._run(address, self._calling(work, time_left, nbytes, priority))
 
     def counters(self) -> dict[str, float]:
         """Since the start: bytes_sent, bytes_received, transfers, failures, checksum_failures, refused_transfers (by
@@ -207,35 +175,18 @@ class TcpMessenger:
     # ---- and how
 
     def _submit(self, address: str, transfer: Transfer[T]) -> Future[T]:
-        self._begin(transfer, lambda: self._lanes(address).submit(transfer))
-        return transfer.future
-
-    def _run(self, address: str, transfer: Transfer[T]) -> T:
-        def begin() -> Callable[[], None]:
-            lanes = self._lanes(address)
-            lane = lanes.begin(transfer)
-            return lambda: lanes.run(transfer, lane)
-
-        run = self._begin(transfer, begin)
-        if run is not None:
-            run()
-        # Every piece keeps to the deadline by itself.
-        return transfer.future.result()
-
-    def _begin(self, transfer: Transfer[T], begin: Callable[[], R]) -> R | None:
         self._count("transfers", 1)
         transfer.future.add_done_callback(self._note)
         is_over = not transfer.pieces
-        begun: R | None = None
         with self._lock:
             try:
-                begun = begin()
+                self._lanes(address).submit(transfer)
             except TransferError as e:
                 transfer.error = e
                 is_over = True
         if is_over:
             transfer.settle()
-        return begun
+        return transfer.future
 
     def _lanes(self, address: str) -> Lanes:
         """The lock is held."""

@@ -149,13 +149,11 @@ class Waiting:
         urgent, background = self._queues[Priority.URGENT], self._queues[Priority.BACKGROUND]
         if urgent and (not background or self._in_a_row < URGENT_IN_A_ROW):
             self._in_a_row = self._in_a_row + 1 if background else 0
-            return self.take_of(next(iter(urgent)))
+            return self._take_of(next(iter(urgent)))
         self._in_a_row = 0
-        return self.take_of(next(iter(background))) if background else None
+        return self._take_of(next(iter(background))) if background else None
 
-    def take_of(self, transfer: Transfer[Any]) -> Piece | None:
-        if not transfer.pieces:
-            return None
+    def _take_of(self, transfer: Transfer[Any]) -> Piece:
         piece = transfer.pieces.popleft()
         self.pieces -= 1
         self.nbytes -= piece.work.nbytes
