@@ -137,7 +137,7 @@ def test_a_tensor_that_is_not_what_it_holds_is_refused(space: Space) -> None:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (bytes(BLOCK - 1), f"of {BLOCK - 1} bytes together, where {BLOCK} bytes"),
+        (bytes(BLOCK - 1), f"{BLOCK - 1} bytes in 1 buffer, where {BLOCK} bytes"),
         (np.zeros((BLOCK, 2), np.uint8)[:, 0], "not contiguous"),
         ("text", "str is no buffer"),
         (None, "NoneType is no buffer"),
@@ -159,6 +159,9 @@ def test_mistakes_are_named(pool: Client, space: Space, node: NodePeer) -> None:
         space.get([K[0], short])
     with pytest.raises(PoolError, match="16 bytes, not 5"):
         space.exists(short)
+    for call in (space.get, space.exists_many, space.remove, space.unpin, space.metas):
+        with pytest.raises(PoolError, match="give a list of keys"):
+            call(K[0])
     for no_key in ("sixteen characters"[:16], None, 16):
         with pytest.raises(PoolError, match="not those of"):
             space.put(no_key, data)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ from moonpool.errors import ConfigError, PoolError
 from moonpool.messenger.tcp import TcpMessenger
 from moonpool.messenger.transfer import TAIL
 from moonpool.store.client import NodeClient, awaited
+from moonpool.store.server import listen
 from moonpool.store.views import RoomContents
 
 from .kit import (
@@ -410,6 +412,17 @@ def test_one_node_a_socket_path(conductor: Conductor, node: NodePeer, run_dir: P
         pass
     with NodeClient.connect(node.socket_path, name="c", incarnation="1") as client:
         client.stats().result(SECONDS)
+
+
+def test_a_missing_run_directory_is_made_private(run_dir: Path) -> None:
+    from moonpool.store.node import _own
+
+    folder = run_dir / "dead-a" / "pool"
+    with _own(folder / "node-0.sock"), contextlib.closing(listen(folder / "node-0.sock")):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o755)
+    with pytest.raises(ConfigError, match="chmod 700"):
+        listen(folder / "node-0.sock")
 
 
 def test_a_fetch_brings_the_leading_blocks_that_the_source_has(conductor: Conductor, join: Join) -> None:

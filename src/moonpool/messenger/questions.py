@@ -170,6 +170,9 @@ Reply = Entered | Marks | Numbers | Described | Stock | Refused
 
 def packed(keys: Sequence[BlockKey]) -> bytes:
     """Raises PoolError for what is no key."""
+    if isinstance(keys, bytes | bytearray | memoryview | str):
+        # Its elements would pass for keys.
+        raise PoolError("one key was given where several are expected: give a list of keys")
     try:
         if any(len(key) != BLOCK_KEY_BYTES for key in keys):
             wrong = next(key for key in keys if len(key) != BLOCK_KEY_BYTES)
@@ -182,7 +185,8 @@ def packed(keys: Sequence[BlockKey]) -> bytes:
 
 def _no_key(what: str) -> PoolError:
     return PoolError(
-        f"a block key has {BLOCK_KEY_BYTES} bytes, not {what}: take `Space.keys_of` or `key_of` to make one"
+        f"a block key has {BLOCK_KEY_BYTES} bytes, not {what}: take `Space.keys_of` or `moonpool.store.key_of` to "
+        "make one"
     )
 
 

@@ -87,6 +87,8 @@ class Client:
         `token`: the cluster's, for `host:port`. `name` is for the node's log. `timeout`: the most that any call takes,
         in seconds, beyond what `wait_until` allows.
         """
+        if not isinstance(address, str | Path):
+            raise PoolError(f"a node's address is the path of its socket, or host:port, not {address!r}")
         if isinstance(address, str) and "/" not in address and ":" in address:
             return cls(FarHome(address, token, name, timeout), timeout)
         return cls(NearHome(address, name, timeout), timeout)

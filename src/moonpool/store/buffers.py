@@ -45,7 +45,8 @@ def as_pieces(buffers: Sequence[Buffer] | Buffer, nbytes: int, writable: bool = 
     pieces = [as_bytes(buffer) for buffer in buffers]
     total = sum(piece.nbytes for piece in pieces)
     if total != nbytes:
-        raise PoolError(f"{len(pieces)} buffers of {total} bytes together, where {nbytes} bytes are needed")
+        buffers_given = "1 buffer" if len(pieces) == 1 else f"{len(pieces)} buffers"
+        raise PoolError(f"{total} bytes in {buffers_given}, where {nbytes} bytes are needed")
     if writable and not all(piece.flags.writeable for piece in pieces):
         raise PoolError("a buffer to read into is read-only: give a bytearray or an array that can be written")
     return pieces

@@ -299,7 +299,8 @@ def open_socket(path: str | Path, name: str, until: float) -> socket.socket:
         except (FileNotFoundError, ConnectionRefusedError) as e:
             sock.close()
             if time.monotonic() >= until:
-                raise PoolError(f"no node listens at {path}: {e.strerror}") from None
+                hint = "" if "/" in str(path) else "; give the path of a node's socket, or host:port"
+                raise PoolError(f"no node listens at {path}: {e.strerror}{hint}") from None
             time.sleep(0.05)
         except OSError as e:
             sock.close()

@@ -260,7 +260,10 @@ class FarHome:
         return channel
 
     def _late(self) -> PoolError:
-        return PoolError(f"the node at {self._address} did not answer in time: it is stopped, overloaded or cut off")
+        return PoolError(
+            f"the node at {self._address} did not answer in time: it is stopped, overloaded or cut off, or this is no "
+            "node's data address"
+        )
 
     def _give_back(self, channel: Channel, is_good: bool) -> None:
         with self._free:

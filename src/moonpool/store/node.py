@@ -172,6 +172,7 @@ def _own(socket_path: Path) -> Iterator[None]:
     """The right to this socket path while the process lives; what a dead node left there is removed."""
     lock_path = socket_path.with_suffix(".lock")
     try:
+        socket_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as e:
         raise ConfigError(f"run directory {socket_path.parent}: {e.strerror}") from None

@@ -40,7 +40,9 @@ def listen(path: Path) -> socket.socket:
     except OSError as e:
         raise ConfigError(f"run directory {folder}: {e.strerror}") from None
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise ConfigError(f"run directory {folder} must belong to this user, with mode 0700")
+        raise ConfigError(
+            f"run directory {folder} must belong to this user, with mode 0700: try chmod 700, or another one"
+        )
     if len(os.fsencode(path)) > LONGEST_PATH:
         raise ConfigError(f"socket path {path} is longer than {LONGEST_PATH} bytes; choose a shorter run directory")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
