@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import math
+from typing import cast
+
 import pytest
 
 from moonpool.report.estimates import estimate, paired_difference
-from moonpool.report.rows import ATTAINED, GOODPUT, Difference, show_difference
+from moonpool.report.rows import ATTAINED, GOODPUT, Difference, Row, share, show_difference
+from moonpool.report.run import Run
 
 
 def test_an_interval_is_students() -> None:
@@ -31,3 +35,7 @@ def test_what_may_be_chance_is_in_brackets() -> None:
     assert show_difference(GOODPUT, clear) == "+1.000 ± 0.000 (+95.0%)"
     chance = Difference("b", ATTAINED.name, "a", paired_difference([0.2, 0.9], [0.9, 0.4]), None)
     assert show_difference(ATTAINED, chance).startswith("[-10.0% ± ")
+
+
+def test_what_a_run_does_not_know_is_a_dash() -> None:
+    assert Row("a", lambda run: math.nan, share).cell([cast("Run", None)]) == "-"

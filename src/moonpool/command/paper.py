@@ -193,7 +193,8 @@ def _experiments(wanted: Wanted, laboratory: Laboratory, file: Path, figures: Pa
     ]
     tasks.append(laboratory.task("algorithm-1", reference, overload, laboratory.seeds[0]))
     runs = laboratory.run(tasks)
-    where = f"{len(laboratory.seeds)} seeds, jitter {JITTER:g} s"
+    seeds = "1 seed" if len(laboratory.seeds) == 1 else f"{len(laboratory.seeds)} seeds"
+    where = f"{seeds}, jitter {JITTER:g} s"
     given = f"{wanted.prefill}P+{wanted.decode}D"
     first = runs[f"algorithm-1 {reference}{SCARCE}"]
     refused = sum(_refused(run) for run in first) / len(first)

@@ -120,7 +120,8 @@ class Planner:
         total = sum(task.first or len(self._requests) for task in tasks)
         names = ", ".join(f"{task.name} at {task.speed:.2f}" for task in tasks[:3])
         more = f" and {len(tasks) - 3} more" if len(tasks) > 3 else ""
-        with Progress(*shown, console=Console(stderr=True), transient=True) as progress:
+        console = Console(stderr=True)
+        with Progress(*shown, console=console, transient=True, disable=not console.is_terminal) as progress:
             bar = progress.add_task(escape(f"{where}: {names}{more}"), total=total)
             over = [0] * len(tasks)
 

@@ -215,7 +215,8 @@ def _run(
 def run_with_progress(tasks: Sequence[Task], jobs: int, count: int) -> list[Said]:
     """`count`: requests of each. Raises ConfigError, TraceError or MoonpoolError."""
     shown = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*shown, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*shown, console=console, transient=True, disable=not console.is_terminal) as progress:
         bars = {
             at: progress.add_task(f"{task.name}, seed {task.setup.seed}", total=count, visible=len(tasks) <= 12)
             for at, task in enumerate(tasks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from msgspec import Struct
@@ -21,7 +22,10 @@ class Row(Struct, frozen=True):
 
     def cell(self, runs: Sequence[Run]) -> str:
         """Of one configuration: the mean over its seeds and, where there are several, half its 95 % interval."""
-        found = estimate([self.of(run) for run in runs])
+        values = [self.of(run) for run in runs]
+        if any(math.isnan(value) for value in values):
+            return "-"
+        found = estimate(values)
         shown = self.show(found.mean)
         return shown if found.half_width is None else f"{shown} ± {self.show(found.half_width)}"
 
@@ -173,7 +177,8 @@ def _classes(runs: Sequence[Run]) -> list[list[Row]]:
 
 
 def _of_class(name: str, of: Callable[[ClassWorth], float]) -> Callable[[Run], float]:
-    return lambda run: sum(of(worth) for worth in run.classes if worth.name == name)
+    """NaN for a run that knows no classes (coupled workers)."""
+    return lambda run: next((of(worth) for worth in run.classes if worth.name == name), math.nan)
 
 
 def _refused(reason: str) -> Callable[[Run], float]:
