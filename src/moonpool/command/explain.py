@@ -57,7 +57,10 @@ def _from_anywhere(request: str, url: str) -> tuple[list[Story], str]:
     try:
         return from_journal(request, default_directory())
     except JournalError as e:
-        raise JournalError(f"nothing is known of {request!r}: {why_not}; {e}") from None
+        hint = (
+            "; ids are those of the response header x-request-id" if request.startswith(("chatcmpl-", "cmpl-")) else ""
+        )
+        raise JournalError(f"nothing is known of {request!r}: {why_not}; {e}{hint}") from None
 
 
 def fetch(request: str, url: str) -> list[Story]:

@@ -128,7 +128,8 @@ def _not_routed(error: HTTPException, method: str, path: str) -> ApiError:
         allowed = (error.headers or {}).get("Allow", "")
         message = f"{method} is not allowed for {path[:128]}: use {allowed}"
         return ApiError(405, message, code="method_not_allowed", headers={"allow": allowed})
-    return ApiError(404, f"there is no {path[:128]} here", code="not_found")
+    message = f"there is no {path[:128]} here: ask /v1/chat/completions, /v1/completions or /v1/models"
+    return ApiError(404, message, code="not_found")
 
 
 def _check_id(given: str | None, drawn: str) -> str:
