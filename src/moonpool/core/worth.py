@@ -27,7 +27,7 @@ MEMORY_SECONDS = 60.0
 """What was asked for earlier counts less and less."""
 REUSE_SHARE = 0.5
 """Of the uses to come: what is refused now may be computed for the next of them."""
-SPARE_PROMPTS = 4.0
+SPARE_PROMPTS = 2.0
 """So many of the prompts that make up the work fit into what the queue leaves of the time to the limit."""
 LEAST_QUEUE = 0.2
 """Of the limit: a queue that is always allowed, or instances would run dry."""
