@@ -15,8 +15,9 @@ from moonpool.errors import PoolError
 from moonpool.messenger.questions import LEASED, NO, PINNED, YES
 from moonpool.messenger.transfer import TAIL
 from moonpool.store.catalogue import Place
+from moonpool.store.claims import Claim
 from moonpool.store.extents import PAGE_BYTES, Extents
-from moonpool.store.ledger import Claim, Lease, Ledger
+from moonpool.store.ledger import Lease, Ledger
 from moonpool.store.pins import PIN_SHARE
 from moonpool.store.rooms import ClientId, Room, RoomId, Waiter
 from moonpool.store.watches import Watch
@@ -469,7 +470,7 @@ class LedgerMachine(RuleBasedStateMachine):
         first, count = runs
         if known is None:
             try:
-                self.ledger.claim(*request, 0, first, count, count * SPACE.run_bytes)
+                self.ledger.claims.take(*request, 0, first, count, count * SPACE.run_bytes)
             except PoolError:
                 return
             raise AssertionError("a claim on a room that is not there")
@@ -480,7 +481,7 @@ class LedgerMachine(RuleBasedStateMachine):
         index = indices[which % len(indices)]
         slot = room.slots[index]
         size = SPACE.tail_run_bytes(3) if index == TAIL else SPACE.run_bytes
-        claim = self.ledger.claim(*request, index, first, count, count * size)
+        claim = self.ledger.claims.take(*request, index, first, count, count * size)
         wanted = set(range(first, first + count))
         if isinstance(slot, Own) and any(wanted & runs for runs in slot.claims):
             assert claim is None
@@ -499,11 +500,11 @@ class LedgerMachine(RuleBasedStateMachine):
         stored: set[BlockKey] = set()
         room = self.rooms.get(number)
         for run in sorted(runs) if lands else ():
-            self.ledger.landed(claim, run, 7)
+            self.ledger.claims.landed(claim, run, 7)
             if room is not None and not room.ended and own in room.own:
                 index = next(index for index, slot in room.slots.items() if slot is own)
                 stored |= self.finish(number, index, {run})
-        self.ledger.end_claim(claim)
+        self.ledger.claims.end(claim)
         if own is not None and runs in own.claims:
             own.claims.remove(runs)
             if own in self.lingering and not own.claims:
@@ -558,7 +559,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for claim, *_ in self.claims:
-            self.ledger.end_claim(claim)
+            self.ledger.claims.end(claim)
         for client in range(1, 4):
             self.ledger.leave_all(ClientId(client))
         self.ledger.expire(1e9)

@@ -11,8 +11,9 @@ from moonpool.core.eviction import EvictionPolicy
 from moonpool.core.vocabulary import BlockKey, Incarnation, KeySpace, KeySpaceId, PartId, RequestId
 from moonpool.errors import PoolError
 from moonpool.messenger.transfer import TAIL
+from moonpool.store.claims import Claim
 from moonpool.store.extents import PAGE_BYTES, Extents
-from moonpool.store.ledger import Claim, Ledger
+from moonpool.store.ledger import Ledger
 from moonpool.store.rooms import ClientId
 
 from .kit import SECONDS, keys_of
@@ -29,7 +30,7 @@ def ledger() -> Ledger:
 
 
 def claim(ledger: Ledger, first: int, count: int, index: int = 0) -> Claim | None:
-    return ledger.claim(R, 1, index, first, count, count * SPACE.run_bytes)
+    return ledger.claims.take(R, 1, index, first, count, count * SPACE.run_bytes)
 
 
 def put(ledger: Ledger, keys: list[BlockKey]) -> None:
@@ -47,9 +48,9 @@ def test_what_a_transfer_writes_only_that_transfer_completes(ledger: Ledger) -> 
     assert claim(ledger, 1, 1) is None
     ledger.complete(ONE, room.id, [(0, 0, 3)], [7, 7, 7])
     assert ledger.leading(SPACE, KEYS) == 0
-    ledger.landed(arriving, 0, 1)
-    ledger.landed(arriving, 1, 2)
-    ledger.end_claim(arriving)
+    ledger.claims.landed(arriving, 0, 1)
+    ledger.claims.landed(arriving, 1, 2)
+    ledger.claims.end(arriving)
     assert ledger.leading(SPACE, KEYS) == 1
     assert ledger.lease(TWO, SPACE, KEYS).blocks[0].checksums == [1, 2, 7]
 
@@ -59,18 +60,18 @@ def test_a_second_transfer_of_a_run_waits_for_the_first(ledger: Ledger) -> None:
     first = claim(ledger, 0, 3)
     assert first is not None
     with pytest.raises(PoolError, match="another transfer still writes runs of block 0"):
-        ledger.claim_when_free(R, 1, 0, 0, 3, 3 * SPACE.run_bytes, 0.01)
+        ledger.claims.take_when_free(R, 1, 0, 0, 3, 3 * SPACE.run_bytes, 0.01)
     started = threading.Event()
 
     def wait() -> Claim:
         started.set()
-        return ledger.claim_when_free(R, 1, 0, 0, 3, 3 * SPACE.run_bytes, SECONDS)
+        return ledger.claims.take_when_free(R, 1, 0, 0, 3, 3 * SPACE.run_bytes, SECONDS)
 
     with ThreadPoolExecutor(1) as pool:
         second = pool.submit(wait)
         started.wait(SECONDS)
-        ledger.landed(first, 0, 1)
-        ledger.end_claim(first)
+        ledger.claims.landed(first, 0, 1)
+        ledger.claims.end(first)
         got = second.result(SECONDS)
     assert got.runs == 0b110
 
@@ -79,7 +80,7 @@ def test_the_end_of_a_room_ends_the_wait_for_it(ledger: Ledger) -> None:
     ledger.reserve(R, 1, SPACE, KEYS[:1], 0, 9.0)
     assert claim(ledger, 0, 3) is not None
     with ThreadPoolExecutor(1) as pool:
-        second = pool.submit(ledger.claim_when_free, R, 1, 0, 0, 3, 3 * SPACE.run_bytes, SECONDS)
+        second = pool.submit(ledger.claims.take_when_free, R, 1, 0, 0, 3, 3 * SPACE.run_bytes, SECONDS)
         ledger.end_reserved(R, 1)
         with pytest.raises(PoolError, match="no room for attempt 1"):
             second.result(SECONDS)
@@ -92,11 +93,11 @@ def test_runs_that_land_after_the_room_ended_make_nothing_readable(ledger: Ledge
     assert late is not None
     ledger.end_reserved(R, 1)
     for run in range(3):
-        ledger.landed(late, run, 1)
+        ledger.claims.landed(late, run, 1)
     assert ledger.leading(SPACE, KEYS) == 0
     ledger.leave_all(ONE)
     assert ledger.counters()["used_bytes"] == PAGE_BYTES
-    ledger.end_claim(late)
+    ledger.claims.end(late)
     assert ledger.counters()["used_bytes"] == 0
     ledger.check_integrity()
 

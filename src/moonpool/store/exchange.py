@@ -16,8 +16,9 @@ from moonpool.messenger.transfer import Bytes
 from moonpool.store.arena import Arena
 from moonpool.store.blocks import Block
 from moonpool.store.catalogue import HERE
+from moonpool.store.claims import Claim
 from moonpool.store.desk import ANSWER_SECONDS, Desk
-from moonpool.store.ledger import Claim, Lease, Ledger
+from moonpool.store.ledger import Lease, Ledger
 from moonpool.store.loader import Hold, Loader
 from moonpool.store.rooms import ClientId, Room
 
@@ -48,7 +49,7 @@ class Exchange:
         self, request: RequestId, attempt: int, block: int, first_run: int, runs: int, nbytes: int, until: float
     ) -> RoomLanding | str:
         try:
-            claim = self._ledger.claim_when_free(
+            claim = self._ledger.claims.take_when_free(
                 request, attempt, block, first_run, runs, nbytes, until - time.monotonic()
             )
         except PoolError as e:
@@ -143,10 +144,10 @@ class RoomLanding:
         ]
 
     def landed(self, position: int, checksum: int) -> None:
-        self._ledger.landed(self._claim, self._first_run + position, checksum)
+        self._ledger.claims.landed(self._claim, self._first_run + position, checksum)
 
     def close(self) -> None:
-        self._ledger.end_claim(self._claim)
+        self._ledger.claims.end(self._claim)
 
 
 class LeaseDeparture:

@@ -1,14 +1,15 @@
 """The state of a node: who may read and write which bytes of the arena. Synchronous, one lock, no I/O, no clock.
 
-Every method may be called from any thread and returns at once (`claim_when_free` excepted). What the ledger calls back
-is called under its lock and may only wake somebody. (Longer than most files here: it is all that the lock covers.)
+Every method may be called from any thread and returns at once (`claims.take_when_free` excepted). What the ledger calls
+back is called under its lock and may only wake somebody. Whoever else has part of that state (`Claims`, `Catalogue`,
+`Pins`, `Shelf`, `Watches`) has the same lock.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NewType
 
@@ -30,10 +31,12 @@ from moonpool.store.announcements import Announcements
 from moonpool.store.blocks import Block, Blocks
 from moonpool.store.board import Board
 from moonpool.store.catalogue import Catalogue
+from moonpool.store.claims import Claims
 from moonpool.store.extents import Extents, page_aligned
 from moonpool.store.overdue import Holding, Kind
 from moonpool.store.pins import Pins
-from moonpool.store.rooms import ClientId, Room, RoomId, Waiter, finish_runs, free_room, open_room
+from moonpool.store.quotas import Quotas, bytes_of
+from moonpool.store.rooms import ClientId, Room, RoomId, Waiter, finish_runs, free_room, mask_of, open_room
 from moonpool.store.shelf import Shelf
 from moonpool.store.watches import Watches
 
@@ -48,16 +51,6 @@ class Lease:
     id: LeaseId
     client: ClientId
     blocks: tuple[Block, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """Runs of one block that a transfer is about to write: no other transfer writes them, nobody frees them."""
-
-    room: Room
-    block: Block
-    runs: int
-    """Bitmask of those that are still wanted; the others are complete already."""
 
 
 class Ledger:
@@ -83,14 +76,12 @@ class Ledger:
         self._rooms: dict[RoomId, Room] = {}
         self._reserved: dict[tuple[RequestId, int], Room] = {}
         self._leases: dict[LeaseId, Lease] = {}
-        self._quotas: dict[ClientId, int] = {}
-        self._held: Counter[ClientId] = Counter()
-        """Bytes in leases and caching rooms; a hand-over room was granted by the Conductor."""
+        self._quotas = Quotas()
+        self.claims = Claims(self._lock, self._blocks, self._reserved, self._wake)
         self._last_id = 0
-        self._claims = 0
         self._owners = 0
         self._counts = dict.fromkeys(
-            ("lookups", "hit_blocks", "missed_blocks", "rooms_opened", "refused_rooms", "missed_rooms", "late_runs"), 0
+            ("lookups", "hit_blocks", "missed_blocks", "rooms_opened", "refused_rooms", "missed_rooms"), 0
         )
 
     def lease(self, client: ClientId, space: KeySpace, keys: Sequence[BlockKey]) -> Lease:
@@ -98,7 +89,7 @@ class Ledger:
         with self._lock:
             self._check(space, keys)
             blocks = self._blocks.leading(space.id, keys)
-            self._check_quota(client, blocks)
+            self._quotas.check(client, "lease", bytes_of(blocks))
             self._count_hits(len(keys), len(blocks))
             return self._lease(client, blocks)
 
@@ -110,7 +101,7 @@ class Ledger:
             self._check(space, keys)
             found = [self._blocks.resident.get((space.id, key)) for key in keys]
             blocks = [block for block in found if block is not None]
-            self._check_quota(client, blocks)
+            self._quotas.check(client, "lease", bytes_of(blocks))
             self._count_hits(len(keys), len(blocks))
             return self._lease(client, blocks), found
 
@@ -143,7 +134,7 @@ class Ledger:
     def limit(self, client: ClientId, nbytes: int) -> None:
         """This client, which nobody may kill, holds at most so many bytes in leases and caching rooms of its own."""
         with self._lock:
-            self._quotas[client] = nbytes
+            self._quotas.limit(client, nbytes)
 
     def leading(self, space: KeySpace, keys: Sequence[BlockKey]) -> int:
         """How many leading blocks are readable now."""
@@ -206,8 +197,7 @@ class Ledger:
             self._check(space, keys, tail_tokens)
             if metas is not None:
                 _check_metas(space, keys, metas)
-            quota = self._quotas.get(client)
-            budget = None if quota is None else quota - self._held[client]
+            budget = self._quotas.left(client)
             room = self._open(space, keys, tail_tokens, whole=False, budget=budget, metas=metas)
             assert room is not None, "a best-effort room opens even when it is empty"
             self._give(room, client)
@@ -224,9 +214,7 @@ class Ledger:
             wanted = len(keys) * page_aligned(space.block_bytes)
             if wanted > self._blocks.extents.capacity:
                 raise PoolError(self._no_room(space, len(keys)))
-            quota = self._quotas.get(client)
-            if quota is not None and (held := self._held[client]) + wanted > quota:
-                raise _beyond_quota("room", wanted, held, quota)
+            self._quotas.check(client, "room", wanted)
             room = self._open(space, keys, 0, whole=True, metas=metas)
             if room is None:
                 self._counts["refused_rooms"] += 1
@@ -267,7 +255,7 @@ class Ledger:
         with self._lock:
             room = self._rooms.get(number)
             if room is None or room.ended or client not in room.writers:
-                self._counts["late_runs"] += sum(count for _, _, count in runs)
+                self.claims.late_runs += sum(count for _, _, count in runs)
                 return
             if len(checksums) != sum(count for _, _, count in runs):
                 raise PoolError(f"{sum(count for _, _, count in runs)} runs with {len(checksums)} checksums")
@@ -311,7 +299,7 @@ class Ledger:
     def leave_all(self, client: ClientId) -> None:
         """The client is dead: its leases end, its unfinished rooms too."""
         with self._lock:
-            self._quotas.pop(client, None)
+            self._quotas.lift(client)
             for lease in [lease for lease in self._leases.values() if lease.client == client]:
                 self._end_lease(lease)
             for room in list(self._rooms.values()):
@@ -351,60 +339,6 @@ class Ledger:
                 held.append(Holding(kind, room.id, tuple(sorted(room.writers | room.readers)), expires))
             return held
 
-    def claim(self, request: RequestId, attempt: int, index: int, first: int, count: int, nbytes: int) -> Claim | None:
-        """The right to write runs of a hand-over room; None while another transfer writes one. Raises PoolError."""
-        with self._lock:
-            room = self._reserved.get((request, attempt))
-            if room is None:
-                raise PoolError(f"no room for attempt {attempt} of {request}: it was released, or never reserved here")
-            block = room.block(index)
-            if block is None:
-                raise PoolError(f"the room of {request} has no tail")
-            runs = _mask(block, first, count)
-            if nbytes != count * block.run_bytes:
-                raise PoolError(
-                    f"{nbytes} bytes came for {count} runs of {block.run_bytes} bytes in block {index} of {request}"
-                )
-            if block.arriving & runs:
-                return None
-            claim = Claim(room, block, runs & ~block.complete)
-            self._blocks.begin_transfer(block, claim.runs)
-            self._claims += 1
-            return claim
-
-    def claim_when_free(
-        self, request: RequestId, attempt: int, index: int, first: int, count: int, nbytes: int, seconds: float
-    ) -> Claim:
-        """`claim`, after waiting for the other transfer; PoolError also when it still runs after `seconds`."""
-        claim: Claim | None = None
-
-        def claimed() -> bool:
-            nonlocal claim
-            claim = self.claim(request, attempt, index, first, count, nbytes)
-            return claim is not None
-
-        with self._lock:
-            self._lock.wait_for(claimed, max(0.0, seconds))
-        if claim is None:
-            raise PoolError(f"another transfer still writes runs of block {index} of {request}")
-        return claim
-
-    def landed(self, claim: Claim, run: int, checksum: int) -> None:
-        """A run of the claim (its number in the block) is all there and verified."""
-        with self._lock:
-            if claim.room.ended or claim.block.discarded or claim.block.resident:
-                self._counts["late_runs"] += 1
-                return
-            claim.block.checksums[run] = checksum
-            finish_runs(self._blocks, claim.room, claim.block, 1 << run, self._wake)
-
-    def end_claim(self, claim: Claim) -> None:
-        """The transfer writes no more."""
-        with self._lock:
-            self._blocks.end_transfer(claim.block, claim.runs)
-            self._claims -= 1
-            self._lock.notify_all()
-
     def next_announcement(self) -> BlocksStored | BlocksRemoved | Snapshot | None:
         with self._lock:
             return self._announcements.next(self._blocks.resident, self.shelf.names())
@@ -426,7 +360,8 @@ class Ledger:
                 "leases": len(self._leases),
                 "watches": len(self.watches),
                 "waiters": sum(len(room.waiters) for room in self._reserved.values()),
-                "transfers": self._claims,
+                "transfers": len(self.claims),
+                "late_runs": self.claims.late_runs,
                 "pins": len(self.pins),
                 "pinned_bytes": self.pins.nbytes,
                 "evictions": self._blocks.evictions,
@@ -462,11 +397,11 @@ class Ledger:
             assert all(room.id in self._rooms for room in self._reserved.values())
             held: Counter[ClientId] = Counter()
             for lease in self._leases.values():
-                held[lease.client] += _bytes_of(lease.blocks)
+                held[lease.client] += bytes_of(lease.blocks)
             for room in self._rooms.values():
                 if room.reserved is None:
-                    held.update(dict.fromkeys(room.writers, _bytes_of(room.blocks)))
-            assert +held == self._held, f"clients hold {held}, counted as {self._held}"
+                    held.update(dict.fromkeys(room.writers, bytes_of(room.blocks)))
+            assert +held == self._quotas.held, f"clients hold {held}, counted as {self._quotas.held}"
 
     def _check(self, space: KeySpace, keys: Sequence[BlockKey], tail_tokens: int = 0) -> None:
         if any(len(key) != BLOCK_KEY_BYTES for key in keys):
@@ -479,14 +414,6 @@ class Ledger:
                 f"key space {space.id} has no tails: its runs of {space.run_bytes} bytes are no {space.block_tokens} "
                 "tokens of equal size"
             )
-
-    def _check_quota(self, client: ClientId, blocks: Sequence[Block]) -> None:
-        quota = self._quotas.get(client)
-        if quota is None:
-            return
-        wanted = sum(page_aligned(block.nbytes) for block in blocks)
-        if (held := self._held[client]) + wanted > quota:
-            raise _beyond_quota("lease", wanted, held, quota)
 
     def _no_room(self, space: KeySpace, blocks: int) -> str:
         extents = self._blocks.extents
@@ -507,14 +434,6 @@ class Ledger:
         self._counts["hit_blocks"] += found
         self._counts["missed_blocks"] += wanted - found
 
-    def _holds(self, client: ClientId, blocks: Iterable[Block | None]) -> None:
-        self._held[client] += _bytes_of(blocks)
-
-    def _lets_go(self, client: ClientId, blocks: Iterable[Block | None]) -> None:
-        self._held[client] -= _bytes_of(blocks)
-        if not self._held[client]:
-            del self._held[client]
-
     def _next_id(self) -> int:
         self._last_id += 1
         return self._last_id
@@ -523,12 +442,12 @@ class Ledger:
         lease = Lease(LeaseId(self._next_id()), client, tuple(blocks))
         self._blocks.eviction.pin([block.name for block in blocks])
         self._leases[lease.id] = lease
-        self._holds(client, blocks)
+        self._quotas.hold(client, blocks)
         return lease
 
     def _end_lease(self, lease: Lease) -> None:
         del self._leases[lease.id]
-        self._lets_go(lease.client, lease.blocks)
+        self._quotas.let_go(lease.client, lease.blocks)
         self._blocks.eviction.unpin([block.name for block in lease.blocks])
         self.shelf.pressed()
 
@@ -552,13 +471,13 @@ class Ledger:
     def _give(self, room: Room, client: ClientId) -> None:
         """A caching room, until the client leaves it."""
         room.writers.add(client)
-        self._holds(client, room.blocks)
+        self._quotas.hold(client, room.blocks)
 
     def _complete(self, room: Room, index: int, first: int, checksums: Sequence[int]) -> None:
         block = room.block(index)
         if block is None or block.resident:
             return
-        wanted = _mask(block, first, len(checksums)) & ~block.complete & ~block.arriving
+        wanted = mask_of(block, first, len(checksums)) & ~block.complete & ~block.arriving
         if len(checksums) == block.space.runs == wanted.bit_count():
             block.checksums[:] = checksums
         else:
@@ -580,7 +499,7 @@ class Ledger:
     def _leave(self, room: Room, client: ClientId) -> None:
         was_reader, was_writer = client in room.readers, client in room.writers
         if was_writer and room.reserved is None:
-            self._lets_go(client, room.blocks)
+            self._quotas.let_go(client, room.blocks)
         room.readers.discard(client)
         room.writers.discard(client)
         if room.ended:
@@ -609,10 +528,6 @@ class Ledger:
             self.shelf.pressed()
 
 
-def _bytes_of(blocks: Iterable[Block | None]) -> int:
-    return sum(page_aligned(block.nbytes) for block in blocks if block is not None)
-
-
 def _check_metas(space: KeySpace, keys: Sequence[BlockKey], metas: Sequence[BlockMeta]) -> None:
     if len(metas) != len(keys):
         raise PoolError(f"{len(keys)} keys with {len(metas)} metas")
@@ -625,16 +540,3 @@ def _check_metas(space: KeySpace, keys: Sequence[BlockKey], metas: Sequence[Bloc
                 f"a block of key space {space.id} is put with at most {most} tokens of 4 bytes, "
                 f"not {len(meta.tokens)} bytes of them"
             )
-
-
-def _beyond_quota(what: str, wanted: int, held: int, quota: int) -> PoolError:
-    return PoolError(
-        f"a {what} of {wanted} bytes on top of {held} bytes held: at most {quota} are for a client that this node's "
-        "supervisor did not start; release some, or give the node a larger --client-quota"
-    )
-
-
-def _mask(block: Block, first: int, count: int) -> int:
-    if first < 0 or count < 1 or first + count > block.space.runs:
-        raise PoolError(f"a block has {block.space.runs} runs, not runs {first} to {first + count - 1}")
-    return (1 << count) - 1 << first

@@ -151,3 +151,10 @@ def finish_runs(blocks: Blocks, room: Room, block: Block, runs: int, on_finished
         blocks.promote(block)
     if not room.unfinished:
         on_finished(room)
+
+
+def mask_of(block: Block, first: int, count: int) -> int:
+    """The bitmask of these runs of the block. Raises PoolError where it has not got them."""
+    if first < 0 or count < 1 or first + count > block.space.runs:
+        raise PoolError(f"a block has {block.space.runs} runs, not runs {first} to {first + count - 1}")
+    return (1 << count) - 1 << first
