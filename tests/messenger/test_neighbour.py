@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -26,16 +27,23 @@ def pair() -> Iterator[Pair]:
         yield sender, receiver
 
 
-def test_a_thread_leaves_the_processor_of_its_peer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_some_idle", [True, False])
+def test_a_thread_leaves_the_processor_of_its_peer_for_an_idle_one(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_some_idle: bool
+) -> None:
     allowed, moves = os.sched_getaffinity(0), []
     neighbour = Neighbour.of(pair[1])
     assert neighbour is not None
     theirs = pair[1].getsockopt(socket.SOL_SOCKET, socket.SO_INCOMING_CPU)
     monkeypatch.setattr("os.sched_setaffinity", lambda thread, processors: moves.append((thread, processors)))
     monkeypatch.setattr("moonpool.messenger.neighbour._current_processor", lambda: theirs)
+    running = os.cpu_count() or 1
+    load = tmp_path / "loadavg"
+    load.write_text(f"1.0 1.0 1.0 {running if is_some_idle else running + 1}/300 4711\n")
+    monkeypatch.setattr("moonpool.messenger.neighbour._LOAD", load)
     neighbour.step_aside()
     monkeypatch.undo()
-    expected = [(0, allowed - {theirs}), (0, allowed)] if len(allowed) > 1 else []
+    expected = [(0, allowed - {theirs}), (0, allowed)] if is_some_idle and len(allowed) > 1 else []
     assert moves == expected
     neighbour.step_aside()
     assert os.sched_getaffinity(0) == allowed
