@@ -179,10 +179,11 @@ def test_a_simulated_cluster_s_best_split_is_found() -> None:
 
 
 @pytest.mark.skipif(not SOAK, reason="make soak")
-def test_twenty_machines_are_planned_for_a_tenth_of_looking_everywhere() -> None:
-    cluster, among = Simulated(2400, 300), splits(20, [1, 2, 4])
+def test_twelve_machines_are_planned_for_a_third_of_looking_everywhere() -> None:
+    """The fewer splits there are, the less is saved: the best of them is searched in any case."""
+    cluster, among = Simulated(600, 200), splits(12, [1])
     best = max(measured.speed for measured in exhaustive(among, cluster.bounds, cluster.look))
-    looked = cluster.whole_runs * 2400
+    looked = cluster.whole_runs * 600
     planned = plan(among, cluster.bounds, cluster.look)
     assert planned.best.speed >= 0.95 * best
-    assert planned.simulated <= looked / 10
+    assert planned.simulated <= looked / 3
