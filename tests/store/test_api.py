@@ -441,6 +441,18 @@ def test_a_block_that_is_read_is_not_removed(node: NodePeer, connect: Connect, s
     assert space.put(K[1], bytes_of(K[1]))
 
 
+def test_a_removal_waits_for_a_reader_that_is_leaving(node: NodePeer, connect: Connect, space: Space) -> None:
+    """As one over a socket is, which has its bytes before the node knows that it has."""
+    space.put(K[0], bytes_of(K[0]))
+    reader = connect(node, "near").space(SPACE)
+    with ThreadPoolExecutor(1) as threads:
+        with reader.get(K[:1]):
+            removed = threads.submit(space.remove, K[:1])
+            # Time for the first try; if it comes later, it finds nobody.
+            time.sleep(0.05)
+        assert removed.result(SECONDS) == [True]
+
+
 def test_replicas_of_a_block_on_the_only_node(space: Space) -> None:
     space.put(K[0], bytes_of(K[0]))
     assert space.replicas(K[0]) == 1

@@ -10,6 +10,7 @@ from moonpool.core.vocabulary import BlockKey, KeySpace, KeySpaceId
 from moonpool.errors import PoolError
 from moonpool.messenger.questions import (
     BUSY,
+    LEASED,
     NO,
     YES,
     CountHolders,
@@ -41,6 +42,8 @@ ANSWER_SECONDS = 5.0
 """The most that a question about blocks elsewhere takes."""
 BUSY_SECONDS = 1.0
 """How long a removal waits for the SSD to be through with a block."""
+LEAVING_SECONDS = 0.5
+"""And for a reader: one that is far away has its bytes a moment before its lease ends here."""
 RETRY_SECONDS = 0.005
 DIRECTORY_SECONDS = 0.05
 
@@ -144,18 +147,22 @@ class Desk:
 
     async def _remove(self, question: Remove) -> Marks:
         space, keys = question.space, unpacked(question.keys)
-        outcomes = self._ledger.catalogue.remove(space, keys)
-        until = time.monotonic() + BUSY_SECONDS
-        while BUSY in outcomes and time.monotonic() < until:
+        catalogue, began = self._ledger.catalogue, time.monotonic()
+        outcomes = catalogue.remove(space, keys)
+        while passing := _passing(outcomes, time.monotonic() - began):
             await asyncio.sleep(RETRY_SECONDS)
-            again = iter(
-                self._ledger.catalogue.remove(space, [k for k, o in zip(keys, outcomes, strict=True) if o == BUSY])
-            )
-            outcomes = [next(again) if outcome == BUSY else outcome for outcome in outcomes]
+            again = iter(catalogue.remove(space, [keys[at] for at in passing]))
+            outcomes = [next(again) if at in passing else outcome for at, outcome in enumerate(outcomes)]
         if question.here:
             return marks(outcomes)
         elsewhere = await self._neighbours.remove(space, keys, ANSWER_SECONDS)
         return marks(_worse(mine, theirs) for mine, theirs in zip(outcomes, elsewhere, strict=True))
+
+
+def _passing(outcomes: Sequence[int], waited: float) -> dict[int, None]:
+    """Those, by their place, whose refusal is likely to be over soon."""
+    waits = {BUSY: BUSY_SECONDS, LEASED: LEAVING_SECONDS}
+    return {at: None for at, outcome in enumerate(outcomes) if waited < waits.get(outcome, 0.0)}
 
 
 def _worse(mine: int, theirs: int) -> int:
