@@ -102,6 +102,30 @@ def test_queued_work_makes_room_in_the_batch_and_what_has_begun_does_not() -> No
     assert kinds(d.tell(arrival("u", priority="high"))) == ["Hold"]
 
 
+def full() -> Desk:
+    """Two high ones decode, two low ones are on their way, and the forecast tells of the room: four slots, 64 pages."""
+    d = small(slots=4, slo=Slo(2.0, 1.0), admission="forecast")
+    for name in "xy":
+        d.decode(d.place(arrival(name, output=150, priority="high")))
+    for name in "ab":
+        d.place(arrival(name, output=150, priority="low"))
+    return d
+
+
+def test_queued_work_makes_way_for_whom_admission_would_refuse() -> None:
+    d = full()
+    actions = d.tell(arrival("z", output=150, priority="high"))
+    assert rejected(actions) == {"b": RejectReason.DISPLACED}, "the first of the queue is being computed"
+    assert "ReserveRoom" in kinds(actions)
+
+
+def test_queued_work_stays_where_admission_would_refuse_in_any_case() -> None:
+    d = full()
+    assert rejected(d.tell(arrival("z", 900, output=100, priority="high"))) == {"z": RejectReason.KV_ROOM}
+    assert d.phase()["prefill"] == 2
+    assert rejected(d.tell(arrival("c", output=150, priority="low"))) == {"c": RejectReason.KV_ROOM}
+
+
 def test_nobody_is_turned_away_where_it_would_not_be_enough() -> None:
     d = small(pages=16, slots=9)
     d.decode(d.place(arrival("x", 100, priority="high")))

@@ -6,6 +6,8 @@ feeds it, and calls `serve_held` after every event that may have freed something
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from moonpool.core import actions as act
@@ -119,8 +121,11 @@ class Attempts:
     def _keeps_turn(self, request: Request, now: float) -> bool:
         return now - request.held_since > self._config.hold_patience and request.not_before <= now
 
-    def _try(self, request: Request, now: float) -> bool:
-        """Whether it found no room and is held; else it reserves room, is over, or may not be tried yet."""
+    def _try(self, request: Request, now: float, *, may_clear: bool = True) -> bool:
+        """Whether it found no room and is held; else it reserves room, is over, or may not be tried yet.
+
+        `may_clear`: queued work may be sent away for it.
+        """
         if now >= request.deadline:
             self.endings.reject(request, DEADLINE, now)
             return False
@@ -145,6 +150,8 @@ class Attempts:
             if answer is not None and self._clear(choice, request, answer, now):
                 # Batch work was in its way; now it is as if there had been none.
                 return self._try(request, now)
+            if may_clear and isinstance(answer, Refusal) and self._clear_queued(choice, request, answer, now):
+                return self._try(request, now, may_clear=False)
             if answer is None and is_batch(request.priority) and not self._gate.is_idle(choice):
                 answer = Wait("batch work waits until its decode instance has less to do")
             if answer is None:
@@ -168,6 +175,14 @@ class Attempts:
         if is_batch(request.priority) or (isinstance(answer, Refusal) and answer.reason is RejectReason.TTFT_SLO):
             return False
         return self._displacing.clear_batch(self._fleet.decode[choice.decode.id], request, now)
+
+    def _clear_queued(self, choice: Choice, request: Request, answer: Refusal, now: float) -> bool:
+        """Whether queued work of later ranks has left the decode instance that would be too busy."""
+        if answer.reason is RejectReason.TTFT_SLO or self._config.admission != "forecast":
+            return False
+        load = self._fleet.decode[choice.decode.id]
+        fits = partial(self._gate.fits_without, request, load, now=now)
+        return self._displacing.clear_queued(load, request, fits, now)
 
     def _hold(self, request: Request, reason: str) -> None:
         if not request.hold_sent:

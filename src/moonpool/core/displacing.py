@@ -5,6 +5,8 @@ Queued work is refused, and told so; batch work is placed again, with all that i
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+
 from moonpool.core.admission import Refusal, clamp_retry
 from moonpool.core.classes import BATCH, is_batch, kept
 from moonpool.core.endings import Endings
@@ -12,7 +14,7 @@ from moonpool.core.fleet import DecodeLoad, Fleet, Share
 from moonpool.core.options import booked_pages
 from moonpool.core.requests import Phase, Request, Requests
 from moonpool.core.settings import ConductorConfig, of_class
-from moonpool.core.vocabulary import RejectReason
+from moonpool.core.vocabulary import RejectReason, RequestId
 
 
 class Displacing:
@@ -51,6 +53,22 @@ class Displacing:
         for victim in victims:
             self.displace(victim, request, now)
         return bool(victims)
+
+    def clear_queued(
+        self, load: DecodeLoad, request: Request, fits: Callable[[Collection[RequestId]], bool], now: float
+    ) -> bool:
+        """Queued work of later ranks that is to be decoded there, as much as it takes for `request` to fit.
+
+        `fits`: whether it does without these. False: it never does, and nobody went.
+        """
+        gone: dict[RequestId, Request] = {}
+        for victim, _ in self._behind(load, request):
+            gone[victim.id] = victim
+            if fits(gone):
+                for each in gone.values():
+                    self.displace(each, request, now)
+                return True
+        return False
 
     def displace(self, victim: Request, request: Request, now: float) -> None:
         of_class(self._endings.decisions, victim.priority.name).displaced += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from msgspec import structs
 
@@ -26,7 +26,7 @@ from moonpool.core.outlook import Outlook
 from moonpool.core.placement import Choice
 from moonpool.core.requests import Placement, Request, Requests
 from moonpool.core.settings import ConductorConfig
-from moonpool.core.vocabulary import RejectReason, Slo
+from moonpool.core.vocabulary import RejectReason, RequestId, Slo
 from moonpool.core.worth import Worth
 
 TRUSTED_OBSERVATIONS = 8
@@ -207,7 +207,7 @@ class Gate:
         ledger, tokens = self._fleet.decode[choice.decode.id], request.arrived.prompt_tokens
         margin = Margin(margin.ttft, margin.decode + _kept(request, ledger))
         joins_at, late = now + choice.ttft_seconds, False
-        tbt = min([limit for limit in (slo.tbt, ledger.ahead.strictest()) if limit is not None], default=None)
+        tbt = _strictest(slo, ledger)
         if tbt is not None:
             load = outlook.load_most(ledger, max(joins_at, ledger.ahead.last_coming), now, tokens)
             if load.over(tbt) > 1.0 - margin.decode:
@@ -217,7 +217,7 @@ class Gate:
                     # Those that join after it must still find their place.
                     later = outlook.load_at(ledger, ledger.ahead.last_coming, now, tokens, 1)
                     load = max(load, later, key=_by_load(tbt))
-            load = structs.replace(load, tbt_seconds=load.tbt_seconds * trust(ledger.cost.fit))
+            load = _trusted(load, ledger)
             predicted = structs.replace(predicted, decode=load)
             late = load.over(tbt) > 1.0 - margin.decode
         if late and ledger.ahead.batch and (request.accepted or slo.tbt is None):
@@ -245,6 +245,14 @@ class Gate:
                 return Wait(f"its decode instance will have room in {wait:g} s")
         return admit(predicted, Slo(slo.ttft, tbt if slo.tbt is not None else None), fits_in, margin)
 
+    def fits_without(self, request: Request, ledger: Ledger, gone: Collection[RequestId], now: float) -> bool:
+        """Whether the instance could take it now and all that are on their way there, but for these."""
+        coming = [stay.tokens for id_, stay in ledger.ahead.coming.items() if id_ not in gone]
+        tokens = request.arrived.prompt_tokens + sum(coming)
+        load = _trusted(self._outlook.load_now(ledger, now, tokens, len(coming) + 1), ledger)
+        margin = self._outlook.margin.decode + _kept(request, ledger)
+        return load.over(_strictest(request.limits, ledger)) <= 1.0 - margin
+
     def too_late(self, event: PrefillFailed, now: float) -> Refusal:
         """It gave way to others until its first token could not come in time. Advised: until that queue is through."""
         load = self._fleet.prefill.get(event.instance)
@@ -255,6 +263,15 @@ class Gate:
 def _kept(request: Request, ledger: Ledger) -> float:
     """The share of a decode instance that those of sooner ranks may still want; an empty one takes anybody."""
     return min(kept(request.sooner, ledger.taken), MOST_KEPT) if ledger.batch else 0.0
+
+
+def _strictest(slo: Slo, ledger: Ledger) -> float | None:
+    """TBT limit of all that decode there, the request's own counted."""
+    return min([limit for limit in (slo.tbt, ledger.ahead.strictest()) if limit is not None], default=None)
+
+
+def _trusted(load: DecodeLoad, ledger: Ledger) -> DecodeLoad:
+    return structs.replace(load, tbt_seconds=load.tbt_seconds * trust(ledger.cost.fit))
 
 
 def trust(fit: Fit) -> float:
