@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from tests.core.conductor_scene import GATEWAY, SPACE, arrival, gateway, node, peer, worker
 
 from moonpool.core import actions as act
 from moonpool.core import events as ev
@@ -13,6 +12,7 @@ from moonpool.core.conductor import Conductor, ConductorConfig
 from moonpool.core.directory import IndexHealth
 from moonpool.core.state import PartState
 from moonpool.core.vocabulary import Incarnation, PartId, PartKind, PriorityClass, RejectReason, RequestId, Slo, Tier
+from tests.core.conductor_scene import GATEWAY, SPACE, arrival, gateway, node, peer, worker
 
 P, D, N = PartKind.PREFILL, PartKind.DECODE, PartKind.NODE
 P0, P1, D0, D1, N0, N1 = map(PartId, ("prefill-0", "prefill-1", "decode-0", "decode-1", "node-0", "node-1"))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from tests.core.conductor_scene import arrival, gateway, node, worker
-from tests.core.test_conductor import Desk, finished, lost, stored
 
 from moonpool.core import actions as act
 from moonpool.core import events as ev
@@ -14,6 +12,8 @@ from moonpool.core.conductor import ConductorConfig
 from moonpool.core.cost import DecodeCoefficients, PrefillCoefficients
 from moonpool.core.placement import PLACEMENT_POLICIES, PlacementPolicy
 from moonpool.core.vocabulary import PartId, PartKind, Slo
+from tests.core.conductor_scene import arrival, gateway, node, worker
+from tests.core.test_conductor import Desk, finished, lost, stored
 
 C = PartKind.COUPLED
 C0, C1 = PartId("coupled-0"), PartId("coupled-1")

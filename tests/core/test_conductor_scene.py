@@ -6,12 +6,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from tests.core.conductor_scene import GATEWAY, Odds, Scene, arrival, gateway, node, worker
-from tests.soak import often
 
 from moonpool.core.conductor import ConductorConfig
 from moonpool.core.placement import PLACEMENT_POLICIES
 from moonpool.core.vocabulary import PartId, PartKind, RequestId, Slo
+from tests.core.conductor_scene import GATEWAY, Odds, Scene, arrival, gateway, node, worker
+from tests.soak import often
 
 ODDS = Odds(0.2, 0.05, 0.1, 0.1, 0.3, 0.1, 0.2)
 POLICIES = PLACEMENT_POLICIES

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from tests.soak import often
 
 from moonpool.core.directory import MOST_STALE_BITS, Directory, IndexHealth
 from moonpool.core.vocabulary import BlockKey, Chain, KeySpaceId, PartId, Tier
+from tests.soak import often
 
 SPACES = (KeySpaceId("s"), KeySpaceId("t"))
 KEYS = tuple(BlockKey(bytes([i]) * 16) for i in range(6))

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from tests.soak import often
 
 from moonpool.core.eviction import Eviction, EvictionPolicy
+from tests.soak import often
 
 POLICIES: tuple[EvictionPolicy, ...] = ("lru", "lfu", "length-aware")
 

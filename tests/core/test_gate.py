@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from tests.core.conductor_scene import arrival
-from tests.core.test_conductor import Desk, desk, finished, kinds
 
 from moonpool.core import actions as act
 from moonpool.core import events as ev
@@ -12,6 +10,8 @@ from moonpool.core.admission import AdmissionPolicy
 from moonpool.core.cost import DecodeCoefficients, PrefillCoefficients
 from moonpool.core.gate import PROBE_SECONDS, TRUSTED_OBSERVATIONS
 from moonpool.core.vocabulary import RejectReason, Slo
+from tests.core.conductor_scene import arrival
+from tests.core.test_conductor import Desk, desk, finished, kinds
 
 LIMITS = Slo(ttft=30.0, tbt=0.1)
 STEP = 0.02

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from tests.core.conductor_scene import GATEWAY, arrival, peer, worker
-from tests.core.test_conductor import D0, P0, D, Desk, P, desk, finished, kinds
 
 from moonpool.core import actions as act
 from moonpool.core import events as ev
 from moonpool.core.vocabulary import PriorityClass, RejectReason, RequestId, Slo
+from tests.core.conductor_scene import GATEWAY, arrival, peer, worker
+from tests.core.test_conductor import D0, P0, D, Desk, P, desk, finished, kinds
 
 HIGH = PriorityClass("high", 0, share=0.5)
 LOW = PriorityClass("low", 10)

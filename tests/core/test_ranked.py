@@ -6,9 +6,9 @@ from typing import Generic, TypeVar
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from tests.soak import often
 
 from moonpool.core.ranked import PAGE_ITEMS, SPARE_PAGES, Page, Ranked
+from tests.soak import often
 
 T = TypeVar("T", bound=Hashable)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.core.conductor_scene import SPACE, node, peer
-from tests.core.test_conductor import Desk, desk, lost, stored
 
 from moonpool.core import actions as act
 from moonpool.core import events as ev
 from moonpool.core.replication import KEYS_A_QUESTION, Copy, Holders, plan_copies, plan_drops
 from moonpool.core.vocabulary import BlockKey, PartId, PartKind, Tier
+from tests.core.conductor_scene import SPACE, node, peer
+from tests.core.test_conductor import Desk, desk, lost, stored
 
 A, B, C, D = NODES = tuple(PartId(f"node-{i}") for i in range(4))
 KEYS = tuple(BlockKey(bytes([i]) * 16) for i in range(6))

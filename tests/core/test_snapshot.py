@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
-from tests.core.conductor_scene import Odds, Scene, arrival, gateway, node, worker
 
 from moonpool.core import events as ev
 from moonpool.core.conductor import Conductor, ConductorConfig
@@ -20,6 +19,7 @@ from moonpool.core.pages import pages_for
 from moonpool.core.placement import PLACEMENT_POLICIES
 from moonpool.core.snapshot import Snapshot, freeze, thaw
 from moonpool.core.vocabulary import BlockKey, Chain, KeySpaceId, PartId, PartKind, Slo, Tier
+from tests.core.conductor_scene import Odds, Scene, arrival, gateway, node, worker
 
 SPACE = KeySpaceId("s")
 NODES = [PartId(f"node-{i}") for i in range(4)]

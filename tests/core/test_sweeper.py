@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from tests.core.test_conductor import SPACE, arrival, desk, finished, peer, stored
-
 from moonpool.core import actions as act
 from moonpool.core import events as ev
 from moonpool.core.cost import TransferCost
@@ -11,6 +9,7 @@ from moonpool.core.recent import PROMPTS_REMEMBERED, Prompt, RecentPrompts
 from moonpool.core.snapshot import freeze, thaw
 from moonpool.core.sweeper import COLD_SECONDS
 from moonpool.core.vocabulary import BlockKey, KeySpaceId, Tier
+from tests.core.test_conductor import SPACE, arrival, desk, finished, peer, stored
 
 SLOW = TransferCost(0.0, 24 * SPACE.block_bytes / 0.2, 1e9)
 """A prefix of 24 blocks takes 0.2 s, computing it about 0.9."""

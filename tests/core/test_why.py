@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from tests.core.conductor_scene import Scene, arrival, gateway, node, worker
 
 from moonpool.core import why
 from moonpool.core.conductor import ConductorConfig
 from moonpool.core.vocabulary import PartId, PartKind, RequestId
 from moonpool.core.why import Why
+from tests.core.conductor_scene import Scene, arrival, gateway, node, worker
 
 
 def scene_of(instances: int = 2, config: ConductorConfig | None = None) -> Scene:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.exactness import Reference
 
 from moonpool.engine.runner import TorchEngine
+from tests.exactness import Reference
 
 
 @pytest.fixture(scope="session")

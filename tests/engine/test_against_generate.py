@@ -6,12 +6,12 @@ import random
 
 import pytest
 import torch
-from tests.exactness import EPSILON, Reference
 
 from moonpool.engine.engine import Row
 from moonpool.engine.local import generate
 from moonpool.engine.runner import TorchEngine
 from moonpool.wire.messages import Sampling
+from tests.exactness import EPSILON, Reference
 
 BLOCK = 64
 GREEDY = Sampling(seed=0, temperature=0.0, max_tokens=4, ignore_eos=True)

@@ -11,13 +11,13 @@ import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
-from tests.exactness import EPSILON, Reference
 
 from moonpool.engine.families import VERIFIED
 from moonpool.engine.local import generate
 from moonpool.engine.runner import TorchEngine
 from moonpool.errors import ModelError
 from moonpool.wire.messages import Sampling
+from tests.exactness import EPSILON, Reference
 
 SMALL = {
     "vocab_size": 320,

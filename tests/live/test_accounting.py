@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.live.kit import BLOCK, cached_tokens, complete, counters, output_ids, random_prompt, total, wait_at_rest
 
 from moonpool.bench.cluster import RunningCluster, running_cluster
+from tests.live.kit import BLOCK, cached_tokens, complete, counters, output_ids, random_prompt, total, wait_at_rest
 
 pytestmark = pytest.mark.live
 

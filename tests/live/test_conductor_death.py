@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.live.kit import BLOCK, HANG, Stream, audit, cached_tokens, complete, eventually, output_ids, random_prompt
-from tests.live.parts import Parts, separate_parts
 
 from moonpool.engine.timed import reference_tokens
+from tests.live.kit import BLOCK, HANG, Stream, audit, cached_tokens, complete, eventually, output_ids, random_prompt
+from tests.live.parts import Parts, separate_parts
 
 pytestmark = pytest.mark.live
 

@@ -11,7 +11,6 @@ from typing import TypeVar
 import msgspec
 import pytest
 from msgspec import structs
-from tests.core.conductor_scene import arrival, gateway, node, worker
 
 from moonpool.core import actions as act
 from moonpool.core import events as ev
@@ -20,6 +19,7 @@ from moonpool.core.vocabulary import Incarnation, PartId, PartKind, Peer
 from moonpool.live.conductor import run_conductor
 from moonpool.wire.link import Link
 from moonpool.wire.messages import Counters, Describe, Description, Message
+from tests.core.conductor_scene import arrival, gateway, node, worker
 
 SECONDS = 10.0
 T = TypeVar("T")

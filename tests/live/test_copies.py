@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
-from tests.store.kit import BLOCK, SPACE, bytes_of, keys_of, put
 
 from moonpool.core.actions import Demote, ReplicasOrdered
 from moonpool.core.conductor import ConductorConfig
@@ -24,6 +23,7 @@ from moonpool.store.client import NodeClient, awaited
 from moonpool.store.node import NodeConfig, run_node
 from moonpool.wire.link import Link
 from moonpool.wire.messages import Describe, Description, Message
+from tests.store.kit import BLOCK, SPACE, bytes_of, keys_of, put
 
 SECONDS = 20.0
 T = TypeVar("T")

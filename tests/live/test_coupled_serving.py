@@ -10,6 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from moonpool.bench.cluster import RunningCluster, running_cluster
+from moonpool.engine.timed import reference_tokens
 from tests.exactness import Reference
 from tests.live.kit import (
     BLOCK,
@@ -25,9 +28,6 @@ from tests.live.kit import (
     random_prompt,
     total,
 )
-
-from moonpool.bench.cluster import RunningCluster, running_cluster
-from moonpool.engine.timed import reference_tokens
 
 CHUNK = 48
 """Less than a block, so that chunks end anywhere."""

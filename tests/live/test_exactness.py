@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from moonpool.bench.cluster import RunningCluster, running_cluster
+from moonpool.core.blocks import block_keys
 from tests.exactness import Reference
 from tests.live.kit import (
     BLOCK,
@@ -20,9 +23,6 @@ from tests.live.kit import (
     output_ids,
     random_prompt,
 )
-
-from moonpool.bench.cluster import RunningCluster, running_cluster
-from moonpool.core.blocks import block_keys
 
 CHUNK = 128
 TOKENS = 12

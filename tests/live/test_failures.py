@@ -12,10 +12,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.exactness import Reference
-from tests.live.kit import HANG, Stream, audit, complete, counters, output_ids, pid_of, random_prompt, total
 
 from moonpool.bench.cluster import RunningCluster, running_cluster
+from tests.exactness import Reference
+from tests.live.kit import HANG, Stream, audit, complete, counters, output_ids, pid_of, random_prompt, total
 
 pytestmark = pytest.mark.live
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.conftest import StartCluster
-from tests.live.kit import HANG, audit, complete, output_ids, random_prompt
 
 from moonpool.engine.timed import reference_tokens
+from tests.conftest import StartCluster
+from tests.live.kit import HANG, audit, complete, output_ids, random_prompt
 
 pytestmark = pytest.mark.live
 

@@ -15,6 +15,9 @@ from typing import Any
 
 import httpx
 import pytest
+
+from moonpool.bench.cluster import RunningCluster, running_cluster
+from moonpool.bench.open_loop import Answer, Asked, Client, prompt_of
 from tests.live.kit import (
     HANG,
     audit,
@@ -24,9 +27,6 @@ from tests.live.kit import (
     random_prompt,
     wait_at_rest,
 )
-
-from moonpool.bench.cluster import RunningCluster, running_cluster
-from moonpool.bench.open_loop import Answer, Asked, Client, prompt_of
 
 QUEUE_BOUND = 3
 CLASSES = "[{name: high, rank: 0}, {name: low, rank: 10}]"

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.live.kit import HANG, Stream, eventually, pid_of, random_prompt
-from tests.replay.kit import moonpool_command
 
 from moonpool.bench.cluster import RunningCluster, running_cluster
 from moonpool.wire import journal
+from tests.live.kit import HANG, Stream, eventually, pid_of, random_prompt
+from tests.replay.kit import moonpool_command
 
 pytestmark = pytest.mark.live
 

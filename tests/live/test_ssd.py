@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from moonpool.bench.cluster import RunningCluster, running_cluster
+from moonpool.engine.timed import reference_tokens
 from tests.live.kit import (
     BLOCK,
     HANG,
@@ -25,9 +28,6 @@ from tests.live.kit import (
     random_prompt,
     total,
 )
-
-from moonpool.bench.cluster import RunningCluster, running_cluster
-from moonpool.engine.timed import reference_tokens
 
 pytestmark = pytest.mark.live
 

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.core.conductor_scene import Odds, Scene, arrival, gateway, node, worker
-
 import moonpool
 from moonpool.core.actions import Action
 from moonpool.core.conductor import Conductor, ConductorConfig
@@ -16,6 +14,7 @@ from moonpool.core.events import Event
 from moonpool.core.vocabulary import PartId, PartKind
 from moonpool.wire.recorder import JournalConfig, Recorder
 from moonpool.wire.story import Stories, Story
+from tests.core.conductor_scene import Odds, Scene, arrival, gateway, node, worker
 
 ROUGH = Odds(0.15, 0.03, 0.05, 0.05, 0.2, 0.1, 0.1)
 SOURCE = Path(moonpool.__file__).parents[1]

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.core.conductor_scene import arrival
-from tests.replay import kit
 
 from moonpool.command.explain import from_journal
 from moonpool.command.telling import tell
@@ -16,6 +14,8 @@ from moonpool.core.placement import PLACEMENT_POLICIES
 from moonpool.core.vocabulary import Slo
 from moonpool.errors import JournalError
 from moonpool.wire import journal
+from tests.core.conductor_scene import arrival
+from tests.replay import kit
 
 ROUGH = ConductorConfig(slo=Slo(ttft=20.0, tbt=2.0))
 

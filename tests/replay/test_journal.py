@@ -11,8 +11,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.core.conductor_scene import arrival
-from tests.replay import kit
 
 from moonpool.command.journal import directory_of
 from moonpool.core.admission import ADMISSION_POLICIES
@@ -23,6 +21,8 @@ from moonpool.errors import ConfigError, JournalError
 from moonpool.wire import journal
 from moonpool.wire import recorder as recording
 from moonpool.wire.replay import replay, restore
+from tests.core.conductor_scene import arrival
+from tests.replay import kit
 
 CONFIG = ConductorConfig(slo=Slo(ttft=20.0, tbt=2.0))
 

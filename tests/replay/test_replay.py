@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 from msgspec import Struct
-from tests.core.conductor_scene import Odds, Scene, arrival, gateway, node, worker
 
 import moonpool
 from moonpool.core.actions import Action
 from moonpool.core.conductor import ConductorConfig
 from moonpool.core.events import Event
 from moonpool.core.vocabulary import PartId, PartKind, Slo
+from tests.core.conductor_scene import Odds, Scene, arrival, gateway, node, worker
 
 SEED = 5
 

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.soak import SOAK
 
 from moonpool.core.conductor import ConductorConfig
 from moonpool.core.vocabulary import Slo
@@ -20,6 +19,7 @@ from moonpool.sim.planner import Ask, exhaustive, plan
 from moonpool.sim.profile import load_profile
 from moonpool.sim.trial import Goal, Trial, try_out
 from moonpool.trace.request import TraceRequest
+from tests.soak import SOAK
 
 PROFILE = load_profile("a800-llama2-70b")
 REQUESTS = 8000

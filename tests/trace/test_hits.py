@@ -11,13 +11,13 @@ from typing import get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.soak import often
 
 from moonpool.core.eviction import EvictionPolicy
 from moonpool.trace.describe import describe
 from moonpool.trace.hits import HitRatio, Pool, hit_ratios, load
 from moonpool.trace.read import TraceFile
 from moonpool.trace.request import TraceRequest
+from tests.soak import often
 
 POLICIES: tuple[EvictionPolicy, ...] = get_args(EvictionPolicy)
 TRACES = "MOONPOOL_TRACES"
