@@ -136,6 +136,8 @@ def test_nobody_listens_there() -> None:
         Client.connect("127.0.0.1", timeout=0)
     with pytest.raises(PoolError, match="not None"):
         Client.connect(None)  # type: ignore[arg-type]
+    with pytest.raises(PoolError, match="is the port missing"):
+        Client.connect("127.0.0.1")
 
 
 @pytest.mark.parametrize(("plain", "other"), [(Client, AsyncClient), (Space, AsyncSpace)])

@@ -89,8 +89,11 @@ class Client:
         """
         if not isinstance(address, str | Path):
             raise PoolError(f"a node's address is the path of its socket, or host:port, not {address!r}")
-        if isinstance(address, str) and "/" not in address and ":" in address:
-            return cls(FarHome(address, token, name, timeout), timeout)
+        if isinstance(address, str) and "/" not in address:
+            if ":" in address:
+                return cls(FarHome(address, token, name, timeout), timeout)
+            if not Path(address).exists() and not address.endswith(".sock"):
+                raise PoolError(f"{address!r}: give the path of a node's socket, or host:port; is the port missing?")
         return cls(NearHome(address, name, timeout), timeout)
 
     def __init__(self, home: Home, timeout: float) -> None:
