@@ -11,10 +11,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from moonpool.core.admission import AdmissionPolicy
+from moonpool.core.admission import AdmissionPolicy, DearFirst
 from moonpool.core.coupled import CoupledMode
 from moonpool.core.eviction import EvictionPolicy
-from moonpool.core.settings import DearFirst
 from moonpool.core.vocabulary import PriorityClass
 
 BYTES = {"unit": "bytes"}

@@ -17,6 +17,8 @@ from moonpool.core.vocabulary import RejectReason, Slo
 
 AdmissionPolicy = Literal["none", "baseline", "early", "predictive", "forecast"]
 ADMISSION_POLICIES: tuple[AdmissionPolicy, ...] = get_args(AdmissionPolicy)
+DearFirst = Literal["auto", "always", "never"]
+DEAR_FIRST: tuple[DearFirst, ...] = get_args(DearFirst)
 LEAST_RETRY_SECONDS = 1.0
 MOST_RETRY_SECONDS = 600.0
 

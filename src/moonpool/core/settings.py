@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 from msgspec import Struct, field
 
-from moonpool.core.admission import ADMISSION_POLICIES, AdmissionPolicy
+from moonpool.core.admission import ADMISSION_POLICIES, DEAR_FIRST, AdmissionPolicy, DearFirst
 from moonpool.core.classes import check_classes
 from moonpool.core.cost import DecodeCoefficients, PrefillCoefficients, TransferCost
 from moonpool.core.placement import PLACEMENT_POLICIES, PlacementPolicy
 from moonpool.core.vocabulary import PriorityClass, Slo
-
-DearFirst = Literal["auto", "always", "never"]
-DEAR_FIRST: tuple[DearFirst, ...] = get_args(DearFirst)
 
 
 class ConductorConfig(Struct, frozen=True, forbid_unknown_fields=True):
