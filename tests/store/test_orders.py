@@ -174,7 +174,9 @@ def test_dropped_blocks_are_gone_in_both_tiers_and_do_not_return(tmp_path: Path,
             with client.lease(SPACE, keys[:1]).result(SECONDS):
                 for _ in range(2):
                     conductor.tell(node, DropReplica(node, SPACE, (*keys[:3], keys[5], *keys_of("nobody", 1))))
+                all_heard(conductor, node)
                 eventually(lambda: stats(client)["dropped_replicas"] == 3, "all but the leased one go")
+                eventually(lambda: stats(client)["orders_waiting"] == 0, "the second order finds nothing")
             assert served(client, keys) == [keys[0], keys[3], keys[4]]
             remaining = {keys[0], keys[3], keys[4]}
             eventually(lambda: known(conductor, node) == remaining, "the directory has heard of it")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from moonpool.core.vocabulary import BlockKey, KeySpace, KeySpaceId
 from moonpool.errors import PoolError
@@ -149,7 +149,9 @@ class Desk:
         space, keys = question.space, unpacked(question.keys)
         catalogue, began = self._ledger.catalogue, time.monotonic()
         outcomes = catalogue.remove(space, keys)
-        while passing := _passing(outcomes, time.monotonic() - began):
+        # Who drops a surplus copy waits for no reader: it was not read a moment ago by whoever asks.
+        waits = {BUSY: BUSY_SECONDS} | ({} if question.here else {LEASED: LEAVING_SECONDS})
+        while passing := _passing(outcomes, waits, time.monotonic() - began):
             await asyncio.sleep(RETRY_SECONDS)
             again = iter(catalogue.remove(space, [keys[at] for at in passing]))
             outcomes = [next(again) if at in passing else outcome for at, outcome in enumerate(outcomes)]
@@ -159,9 +161,8 @@ class Desk:
         return marks(_worse(mine, theirs) for mine, theirs in zip(outcomes, elsewhere, strict=True))
 
 
-def _passing(outcomes: Sequence[int], waited: float) -> dict[int, None]:
-    """Those, by their place, whose refusal is likely to be over soon."""
-    waits = {BUSY: BUSY_SECONDS, LEASED: LEAVING_SECONDS}
+def _passing(outcomes: Sequence[int], waits: Mapping[int, float], waited: float) -> dict[int, None]:
+    """Those, by their place, whose refusal is waited for still. `waits`: for how long each kind is."""
     return {at: None for at, outcome in enumerate(outcomes) if waited < waits.get(outcome, 0.0)}
 
 
