@@ -121,6 +121,7 @@ def test_the_strictest_limit_is_that_of_those_who_are_there() -> None:
     assert ahead.strictest() == 0.1
     ahead.leave(RequestId("b"))
     assert ahead.strictest() == 0.2
+    assert (ahead.strictest(0.1), ahead.strictest(0.3)) == (0.1, 0.2)
     ahead.leave(RequestId("a"))
     assert ahead.strictest() is None
 

@@ -167,9 +167,10 @@ class Ahead:
         """Of all that are assigned, when they join."""
         return self._joined_tokens + self._coming_tokens
 
-    def strictest(self) -> float | None:
-        """The least TBT limit of all that are here or coming."""
-        return min(self._limits, default=None)
+    def strictest(self, own: float | None = None) -> float | None:
+        """The least TBT limit of all that are here or coming, and of one with the limit `own`."""
+        least = min(self._limits, default=None)
+        return own if least is None or (own is not None and own < least) else least
 
     def join_tokens(self, now: float) -> float:
         """Tokens a second that joined of late."""

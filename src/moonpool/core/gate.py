@@ -207,7 +207,7 @@ class Gate:
         ledger, tokens = self._fleet.decode[choice.decode.id], request.arrived.prompt_tokens
         margin = Margin(margin.ttft, margin.decode + _kept(request, ledger))
         joins_at, late = now + choice.ttft_seconds, False
-        tbt = _strictest(slo, ledger)
+        tbt = ledger.ahead.strictest(slo.tbt)
         if tbt is not None:
             load = outlook.load_most(ledger, max(joins_at, ledger.ahead.last_coming), now, tokens)
             if load.over(tbt) > 1.0 - margin.decode:
@@ -251,7 +251,7 @@ class Gate:
         tokens = request.arrived.prompt_tokens + sum(coming)
         load = _trusted(self._outlook.load_now(ledger, now, tokens, len(coming) + 1), ledger)
         margin = self._outlook.margin.decode + _kept(request, ledger)
-        return load.over(_strictest(request.limits, ledger)) <= 1.0 - margin
+        return load.over(ledger.ahead.strictest(request.limits.tbt)) <= 1.0 - margin
 
     def too_late(self, event: PrefillFailed, now: float) -> Refusal:
         """It gave way to others until its first token could not come in time. Advised: until that queue is through."""
@@ -263,11 +263,6 @@ class Gate:
 def _kept(request: Request, ledger: Ledger) -> float:
     """The share of a decode instance that those of sooner ranks may still want; an empty one takes anybody."""
     return min(kept(request.sooner, ledger.taken), MOST_KEPT) if ledger.batch else 0.0
-
-
-def _strictest(slo: Slo, ledger: Ledger) -> float | None:
-    """TBT limit of all that decode there, the request's own counted."""
-    return min([limit for limit in (slo.tbt, ledger.ahead.strictest()) if limit is not None], default=None)
 
 
 def _trusted(load: DecodeLoad, ledger: Ledger) -> DecodeLoad:

@@ -27,7 +27,7 @@ def inlining(view: View, wanted: Wanted, decode: Mapping[PartId, DecodeLoad]) ->
     for option in view.prefill:
         load = decode[option.id]
         cached = min(option.held_blocks, wanted.hit_limit) * wanted.block_tokens
-        limit = _strictest(wanted.tbt_limit, load.ahead.strictest())
+        limit = load.ahead.strictest(wanted.tbt_limit)
         if option.queue_seconds or limit is None or wanted.tokens - cached > load.part.capacity.step_tokens:
             continue
         if steps[option.id] + option.cost.seconds(wanted.tokens, cached) <= limit:
@@ -37,7 +37,3 @@ def inlining(view: View, wanted: Wanted, decode: Mapping[PartId, DecodeLoad]) ->
     return structs.replace(
         view, prefill=list(able.values()), decode=[option for option in view.decode if option.id in able]
     )
-
-
-def _strictest(*limits: float | None) -> float | None:
-    return min([limit for limit in limits if limit is not None], default=None)
