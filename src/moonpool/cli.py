@@ -433,6 +433,9 @@ def paper(
     decode: Annotated[int, typer.Option(min=1, max=4096, help="Decode instances.")] = 8,
     seeds: Annotated[str, typer.Option(help="Of the arrivals' jitter; several, with commas between.")] = "1,2,3,4,5",
     first: Annotated[int | None, typer.Option(min=1, help="Take only so many requests.")] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="All of the trace with each seed, not a slice; every placement policy.")
+    ] = False,
     coupled: Annotated[
         bool, typer.Option("--coupled", help="Only the figures beside coupled workers: hundreds of searches.")
     ] = False,
@@ -443,7 +446,7 @@ def paper(
     from moonpool.command.paper import Wanted
     from moonpool.command.paper import paper as run
 
-    return run(Wanted(traces, hardware, prefill, decode, seeds, first, as_json, jobs, coupled))
+    return run(Wanted(traces, hardware, prefill, decode, seeds, first, as_json, jobs, full, coupled))
 
 
 @app.command(hidden=True)

@@ -10,18 +10,18 @@ import pytest
 
 from moonpool.command import beside_coupled
 from moonpool.command import paper as command
+from moonpool.command.laboratory import slices
 from moonpool.command.paper import Wanted, paper
+from moonpool.core.placement import PLACEMENT_POLICIES
 from moonpool.errors import ConfigError
+from moonpool.trace.request import TraceRequest
 
 
 def wanted(folder: Path) -> Wanted:
     return Wanted(folder, "a800-llama2-70b", 1, 1, "1", None, as_json=True, jobs=1)
 
 
-def test_a_folder_of_traces_gives_chapters(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "LEAST_REQUESTS", 30)
+def write_trace(folder: Path) -> None:
     lines = [
         {
             "timestamp": 3000 * at,
@@ -31,10 +31,18 @@ def test_a_folder_of_traces_gives_chapters(
         }
         for at in range(40)
     ]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "sample.jsonl").write_text(json.dumps(lines[0]) + "\n")
+    (folder / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "sample.jsonl").write_text(json.dumps(lines[0]) + "\n")
+
+
+def test_a_folder_of_traces_gives_chapters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "LEAST_REQUESTS", 30)
+    write_trace(tmp_path)
     assert paper(wanted(tmp_path)) == 0
-    report = json.loads(capsys.readouterr().out)
+    out, told = capsys.readouterr()
+    report = json.loads(out)
     assert report["trace"] == str(tmp_path / "a.jsonl")
     assert [chapter["title"].split(":")[0] for chapter in report["chapters"]] == [
         "§2, table 1",
@@ -43,7 +51,35 @@ def test_a_folder_of_traces_gives_chapters(
         "§5, table 3 and figure 9",
     ]
     balanced = next(f for f in report["chapters"][2]["findings"] if f["what"] == "mean TTFT, load-balance")
-    assert 40 < float(balanced["ours"].split()[0]) <= 60.41, "the load is chosen by this figure"
+    assert 54 < float(balanced["ours"].split()[0]) < 67, "the load is chosen by this figure"
+    placements = [f["what"] for f in report["chapters"][2]["findings"] if f["what"].startswith("mean TTFT")]
+    assert len(placements) == 5, "the paper's, and the default"
+    assert "hit ratios of a.jsonl" in told
+    assert "loads, look 1: load-balance at " in told
+
+
+def test_each_seed_has_its_slice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "LEAST_REQUESTS", 30)
+    monkeypatch.setattr(command, "SLICE", 20)
+    write_trace(tmp_path)
+    given = msgspec.structs.replace(wanted(tmp_path), seeds="1,2")
+    assert paper(given) == 0
+    note = json.loads(capsys.readouterr().out)["chapters"][2]["note"]
+    assert note.startswith("a.jsonl, 2 seeds, each with 20 consecutive requests of its 40, evenly spread over it")
+    assert paper(msgspec.structs.replace(given, full=True)) == 0
+    chapter = json.loads(capsys.readouterr().out)["chapters"][2]
+    assert chapter["note"].startswith("a.jsonl, 40 requests, 2 seeds")
+    assert sum(f["what"].startswith("mean TTFT") for f in chapter["findings"]) == len(PLACEMENT_POLICIES)
+
+
+def test_slices_reach_from_the_first_request_to_the_last() -> None:
+    requests = [TraceRequest(float(at), 1, 1, ()) for at in range(100, 200)]
+    cut = slices("x", requests, 3, 40, 0.0)
+    assert [(each.begin, each.first) for each in cut] == [(0.0, 40), (30.0, 40), (60.0, 40)]
+    assert slices("x", requests, 1, 40, 0.0)[0].begin == 0.0
+    assert [(each.begin, each.first) for each in slices("x", requests, 2, 100, 0.0)] == [(0.0, 100)] * 2
 
 
 def test_separate_pools_are_put_beside_coupled_workers(

@@ -7,11 +7,11 @@ import msgspec
 from moonpool.core.cost import DecodeCoefficients, PrefillCoefficients
 from moonpool.core.settings import Decisions
 from moonpool.core.vocabulary import Slo
+from moonpool.report.overload import overload_findings
 from moonpool.report.paper import (
     Finding,
     cost_findings,
     hit_findings,
-    overload_findings,
     paper_figures,
     placement_findings,
 )
@@ -24,11 +24,13 @@ PREFILL = PrefillCoefficients(fixed=1e-3, per_token=1.1458e-4, per_token_squared
 DECODE = DecodeCoefficients(fixed=0.019, per_request=1e-6, per_context_token=4.52e-8)
 
 
-def run(ttft: float, refused: int = 0, anti: bool = True) -> Run:
-    """100 requests; loads that move against each other, or together."""
+def run(ttft: float, refused: int = 0, anti: bool = True, late: int = 0) -> Run:
+    """100 requests; loads that move against each other, or together. `late`: so many are late."""
     good = Outcome(0.0, 100, 10, True, ttft, 0.05, 0.05, 0.05, 0, 100)
     no = msgspec.structs.replace(good, completed=False, ttft=None, refusal="ttft-slo", computed_tokens=0)
     outcomes = [msgspec.structs.replace(no if at < refused else good, arrived=float(at)) for at in range(100)]
+    slow = msgspec.structs.replace(good, ttft=31.0)
+    outcomes[refused : refused + late] = [msgspec.structs.replace(slow, arrived=float(at)) for at in range(late)]
     sign = -1 if anti else 1
     samples = [
         Sample(float(at), 10.0 + at % 8, 20.0, 0.05 + sign * (at % 8) / 400, 0.1, batch=1.0, assigned=1.0)
@@ -41,6 +43,10 @@ def told(findings: tuple[Finding, ...], what: str) -> str:
     return next(finding.comment for finding in findings if finding.what == what)
 
 
+def shown(findings: tuple[Finding, ...], what: str) -> str:
+    return next(finding.ours for finding in findings if finding.what == what)
+
+
 def placements(**ttft: float) -> dict[str, list[Run]]:
     return {name.replace("_", "-"): [run(value), run(value * 1.01)] for name, value in ttft.items()}
 
@@ -51,6 +57,10 @@ def test_the_papers_own_ratios_count_as_reproduced_and_others_do_not() -> None:
     assert told(found, "mean TTFT, load-balance") == "reproduced"
     assert told(found, "order of mean TTFT") == "the same order"
     assert told(found, "mean TTFT, kvcache-centric") == "less than algorithm-1"
+    assert shown(found, "order of mean TTFT").startswith("kvcache-centric < algorithm-1 < cache-aware")
+    slower = placements(random=92.07, load_balance=60.41, cache_aware=14.36, algorithm_1=6.26, kvcache_centric=7.0)
+    order = told(placement_findings(slower, PAPER), "order of mean TTFT")
+    assert order == "does not reproduce: kvcache-centric is slower than algorithm-1"
     other = placements(random=50.0, load_balance=60.41, cache_aware=5.0, algorithm_1=6.26)
     found = placement_findings(other, PAPER)
     assert told(found, "mean TTFT, cache-aware") == "does not reproduce: the other way round"
@@ -72,14 +82,33 @@ def test_overload_is_told_by_paired_differences_and_by_the_sign_of_the_correlati
 
 
 def test_forecast_is_held_against_early() -> None:
-    what = "forecast less early: deviation of prefill, decode load; refused; attain"
+    moved, price = (
+        f"forecast less early: {what}"
+        for what in ("deviation of prefill, decode load", "refused; attain; prefill for nothing")
+    )
     early = [run(1.0, 15), run(1.0, 17)]
     found = overload_findings({"early": early, "forecast": [run(1.0, 10), run(1.0, 12)]}, PAPER)
-    assert told(found, what) == (
-        "prefill load moves as much; decode load moves as much; fewer refused; no fewer attain"
-    )
+    assert told(found, moved) == "prefill load moves as much; decode load moves as much"
+    assert told(found, price) == "no more refused; no fewer attain; no less for nothing"
     found = overload_findings({"early": early, "forecast": [run(1.0, 18), run(1.0, 40)]}, PAPER)
-    assert told(found, what).endswith("no fewer refused, may be chance; fewer attain, may be chance")
+    assert told(found, price).startswith("more refused (may be chance); fewer attain (may be chance); no less")
+
+
+def test_it_is_said_what_refusing_fewer_buys() -> None:
+    """Early takes ten more, and all of them are late: no fewer attain where those are refused."""
+    early, forecast = [run(1.0, 10, late=10), run(1.0, 12, late=10)], [run(1.0, 20), run(1.0, 22)]
+    found = overload_findings({"early": early, "forecast": forecast}, PAPER)
+    said = told(found, "forecast less early: refused; attain; prefill for nothing")
+    assert said.startswith(
+        "more refused; no fewer attain; less for nothing; early takes 10 of 100 requests more, and 10 "
+    )
+    assert said.endswith("those that it refuses more would not have attained")
+    assert shown(found, "taken, but a limit missed, early").startswith("10.0%")
+    assert shown(found, "attain, forecast").startswith("79.0%")
+    good = [run(1.0, 10), run(1.0, 12)]
+    found = overload_findings({"early": good, "forecast": forecast}, PAPER)
+    said = told(found, "forecast less early: refused; attain; prefill for nothing")
+    assert said.endswith("early takes 10 of 100 requests more, and 0 more miss a limit after they were taken")
 
 
 def test_the_cost_model_is_held_against_the_papers_curves() -> None:

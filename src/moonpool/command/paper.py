@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,48 +13,28 @@ from rich.markup import escape
 from rich.table import Table
 
 from moonpool.command.beside_coupled import coupled_chapters
-from moonpool.command.elsewhere import Task
+from moonpool.command.experiments import Machines, experiments
 from moonpool.command.hardware import hardware_profile
+from moonpool.command.laboratory import Laboratory, Watch, slices
 from moonpool.command.machine import cores
-from moonpool.command.processes import run_all
+from moonpool.command.processes import Runners
 from moonpool.command.replays import replay
-from moonpool.command.simulate import QUEUE_BOUND, read_seeds, run_with_progress
-from moonpool.command.workload import Workload
-from moonpool.core.admission import ADMISSION_POLICIES, AdmissionPolicy
-from moonpool.core.conductor import ConductorConfig
+from moonpool.command.simulate import read_seeds
+from moonpool.command.workload import Traffic
 from moonpool.core.eviction import EvictionPolicy
-from moonpool.core.placement import PLACEMENT_POLICIES, PlacementPolicy
-from moonpool.core.vocabulary import Slo
 from moonpool.errors import ConfigError
-from moonpool.report.goodput import Search
-from moonpool.report.paper import (
-    Chapter,
-    PaperFigures,
-    cost_findings,
-    hit_findings,
-    overload_findings,
-    paper_figures,
-    placement_findings,
-)
-from moonpool.report.run import Run
-from moonpool.sim.cluster import Setup
+from moonpool.report.paper import Chapter, PaperFigures, cost_findings, hit_findings, paper_figures
 from moonpool.sim.profile import Profile
-from moonpool.trace.hits import PAPER_BLOCK_TOKENS, load
+from moonpool.trace.hits import PAPER_BLOCK_TOKENS, Load, load
 from moonpool.trace.read import TraceFile
 
-LIMITS = Slo(30.0, 0.1)
-"""Of the paper's real workload."""
 JITTER = 3.0
 """Seconds: the traces come in batches of three."""
+SLICE = 4000
+"""Requests of each seed: with fewer, queues have no time to grow as they do in the whole trace."""
 LEAST_REQUESTS = 1000
 """A trace of fewer is a sample."""
-SCARCE = ", few decode"
-"""At the end of a task's name."""
 EVICTION: tuple[EvictionPolicy, ...] = ("lru", "lfu", "length-aware")
-REFUSED = 0.18, 0.02
-"""The paper's baseline refuses 18.2 %; a load at which ours refuses that much, more or less, is the same overload."""
-DECODE_SHARE = 8
-"""One of so many machines decodes in overload: with as many as prefill, this hardware never lacks any."""
 FILE_COLUMNS = 160
 
 
@@ -69,6 +49,8 @@ class Wanted(msgspec.Struct, frozen=True):
     first: int | None
     as_json: bool
     jobs: int
+    full: bool = False
+    """All of the trace with each seed, and every placement policy."""
     coupled: bool = False
     """Only the chapters beside coupled workers, which take many times as long as all others."""
 
@@ -81,57 +63,6 @@ class PaperReport(msgspec.Struct, frozen=True):
     source: str
     """Of the paper's figures."""
     chapters: tuple[Chapter, ...]
-
-
-class Laboratory:
-    """Runs of one trace on one hardware."""
-
-    def __init__(self, wanted: Wanted, profile: Profile, file: Path, requests: int) -> None:
-        self.seeds = read_seeds(wanted.seeds)
-        self.jobs = wanted.jobs or cores()
-        self._wanted = wanted
-        self._profile = profile
-        self._workload = Workload(str(file), jitter=JITTER, first=wanted.first)
-        self.requests = min(requests, wanted.first or requests)
-
-    @property
-    def short_of_decode(self) -> tuple[int, int]:
-        """The same machines, but few of them decode."""
-        machines = self._wanted.prefill + self._wanted.decode
-        decode = max(min(machines // DECODE_SHARE, self._wanted.decode), 1)
-        return machines - decode, decode
-
-    def task(
-        self, placement: PlacementPolicy, admission: AdmissionPolicy, speed: float, seed: int, scarce: bool = False
-    ) -> Task:
-        """`scarce`: with few decode machines."""
-        prefill, decode = self.short_of_decode if scarce else (self._wanted.prefill, self._wanted.decode)
-        config = ConductorConfig(placement=placement, admission=admission, slo=LIMITS, queue_bound=QUEUE_BOUND)
-        setup = Setup(self._profile, prefill, decode, config, seed=seed)
-        return Task(f"{placement} {admission}{SCARCE if scarce else ''}", self._workload, setup, speed)
-
-    def find_speeds(
-        self, asked: Sequence[tuple[PlacementPolicy, AdmissionPolicy, bool, Callable[[Run], bool]]]
-    ) -> list[float]:
-        """For each the highest speed at which a run with the first seed is as wanted, all searched side by side."""
-        searches = [Search(tolerance=0.03) for _ in asked]
-        while any(not search.is_over for search in searches):
-            open_ = [at for at, search in enumerate(searches) if not search.is_over]
-            tasks = [
-                self.task(asked[at][0], asked[at][1], searches[at].speed, self.seeds[0], asked[at][2]) for at in open_
-            ]
-            for at, said in zip(open_, run_all(tasks, self.jobs), strict=True):
-                if said.run is not None:
-                    searches[at].tell(1.0 if asked[at][3](said.run) else 0.0)
-        return [search.found or search.speed for search in searches]
-
-    def run(self, tasks: Sequence[Task]) -> dict[str, list[Run]]:
-        """By the tasks' names, in order of their seeds."""
-        found: dict[str, list[Run]] = {}
-        for said in run_with_progress(tasks, self.jobs, self.requests):
-            if said.run is not None:
-                found.setdefault(said.run.name, []).append(said.run)
-        return found
 
 
 def paper(wanted: Wanted) -> int:
@@ -148,9 +79,29 @@ def paper(wanted: Wanted) -> int:
     if wanted.coupled:
         chapters = coupled_chapters(main, profile, figures, wanted.first, wanted.jobs or cores())
         return _print(wanted, PaperReport(str(main), (), figures.source, tuple(chapters)))
+    console = Console(stderr=True)
+    with Runners(wanted.jobs or cores()) as runners, Watch(console) as watch:
+        chapters = _by_the_trace(wanted, with_blocks, profile, figures, watch)
+        seeds = read_seeds(wanted.seeds)
+        requests = sorted(with_blocks[main].requests, key=lambda each: each.arrival)[: wanted.first]
+        size = None if wanted.full else SLICE
+        workloads = slices(str(main), requests, len(seeds), size, JITTER)
+        laboratory = Laboratory(seeds, workloads, runners, watch)
+        machines = Machines(profile, wanted.prefill, wanted.decode)
+        first = list(Traffic(workloads[0], profile.block_tokens).requests(seed=seeds[0]))
+        where = _where(main, len(requests), size, seeds)
+        chapters += experiments(laboratory, machines, first, where, figures, wanted.full)
+    return _print(wanted, PaperReport(str(main), seeds, figures.source, tuple(chapters)))
+
+
+def _by_the_trace(
+    wanted: Wanted, traces: dict[Path, Load], profile: Profile, figures: PaperFigures, watch: Watch
+) -> list[Chapter]:
+    """What needs no cluster; all of each trace."""
     capacities = figures.hit_ratios.capacities
     chapters = []
-    for file, each in with_blocks.items():
+    for file, each in traces.items():
+        watch.step(f"hit ratios of {file.name}")
         ratios = replay(each, file, False, capacities, EVICTION, wanted.jobs or cores())
         ours = {(str(ratio.policy), ratio.capacity): ratio.by_block for ratio in ratios}
         note = f"one pool, {file.name}, {len(each.requests)} requests, blocks of {PAPER_BLOCK_TOKENS} tokens"
@@ -158,10 +109,17 @@ def paper(wanted: Wanted) -> int:
         chapters.append(Chapter("§2, table 1: hit ratios", note, hit_findings(ours, figures)))
     note = f"{profile.name}, each curve relative to its own end"
     found = cost_findings(profile.prefill, profile.decode, profile.chunk_tokens, figures)
-    chapters.append(Chapter("Figure 2: prefill and decode times", note, found))
-    laboratory = Laboratory(wanted, profile, main, len(with_blocks[main].requests))
-    chapters += _experiments(wanted, laboratory, main, figures)
-    return _print(wanted, PaperReport(str(main), laboratory.seeds, figures.source, tuple(chapters)))
+    return [*chapters, Chapter("Figure 2: prefill and decode times", note, found)]
+
+
+def _where(file: Path, requests: int, size: int | None, seeds: Sequence[int]) -> str:
+    many = "1 seed" if len(seeds) == 1 else f"{len(seeds)} seeds"
+    if size is None or size >= requests:
+        return f"{file.name}, {requests} requests, {many}, jitter {JITTER:g} s"
+    return (
+        f"{file.name}, {many}, each with {size} consecutive requests of its {requests}, evenly spread over it "
+        f"(--full: all of them), jitter {JITTER:g} s"
+    )
 
 
 def _files(folder: Path) -> list[Path]:
@@ -169,59 +127,6 @@ def _files(folder: Path) -> list[Path]:
         return sorted(file for file in folder.iterdir() if file.suffix in (".jsonl", ".csv"))
     except OSError as e:
         raise ConfigError(f"--traces {folder}: {e.strerror}") from None
-
-
-def _experiments(wanted: Wanted, laboratory: Laboratory, file: Path, figures: PaperFigures) -> list[Chapter]:
-    """Figure 8 and the table of §5, in one batch."""
-    slow = figures.mean_ttft["load-balance"]
-    admissions: list[AdmissionPolicy] = [policy for policy in ADMISSION_POLICIES if policy != "none"]
-    reference = admissions[0]
-    prefill, decode = laboratory.short_of_decode
-    share, apart = REFUSED
-    saturated, overload = laboratory.find_speeds(
-        [
-            ("load-balance", "none", False, lambda run: run.summary.ttft.mean <= slow),
-            ("algorithm-1", reference, True, lambda run: _refused(run) <= share),
-        ]
-    )
-    placements: list[PlacementPolicy] = list(PLACEMENT_POLICIES)
-    tasks = [laboratory.task(each, "none", saturated, seed) for each in placements for seed in laboratory.seeds]
-    tasks += [
-        laboratory.task("algorithm-1", each, overload, seed, scarce=True)
-        for each in admissions
-        for seed in laboratory.seeds
-    ]
-    tasks.append(laboratory.task("algorithm-1", reference, overload, laboratory.seeds[0]))
-    runs = laboratory.run(tasks)
-    seeds = "1 seed" if len(laboratory.seeds) == 1 else f"{len(laboratory.seeds)} seeds"
-    where = f"{seeds}, jitter {JITTER:g} s"
-    given = f"{wanted.prefill}P+{wanted.decode}D"
-    first = runs[f"algorithm-1 {reference}{SCARCE}"]
-    refused = sum(_refused(run) for run in first) / len(first)
-    even = runs[f"algorithm-1 {reference}"][0]
-    same = (
-        "about the paper's overload" if abs(refused - share) <= apart else f"not the paper's 18.2 %, but {refused:.1%}"
-    )
-    return [
-        Chapter(
-            "Figure 8: placement",
-            f"{file.name} on {given}, {where}, admission none, at {saturated:.2f} times the speed: there "
-            "load-balance has the paper's mean TTFT, and that one figure says nothing",
-            placement_findings({each: runs[f"{each} none"] for each in placements}, figures),
-        ),
-        Chapter(
-            "§5, table 3 and figure 9: overload",
-            f"{file.name} on {prefill}P+{decode}D, {where}, placement algorithm-1, limits 30 s and 0.1 s, at "
-            f"{overload:.2f} times the speed, where {reference} refuses {refused:.1%}: {same}. On {given} decode "
-            f"refuses {even.late_refusals} of {even.summary.requests} requests at this speed ({_refused(even):.1%} are "
-            "refused in all): policies that look at decode differ there by chance alone",
-            overload_findings({str(each): runs[f"algorithm-1 {each}{SCARCE}"] for each in admissions}, figures),
-        ),
-    ]
-
-
-def _refused(run: Run) -> float:
-    return sum(run.summary.refused.values()) / run.summary.requests
 
 
 def _print(wanted: Wanted, report: PaperReport) -> int:

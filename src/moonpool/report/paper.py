@@ -6,7 +6,7 @@ Ours are never adjusted to the paper's, except that the load of an experiment is
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 
 import msgspec
@@ -20,6 +20,8 @@ CLOSE = 1.1
 """Factor within which a figure counts as reproduced."""
 NEAR = 1.5
 """Factor within which it counts as about the same."""
+DEFAULT = "kvcache-centric"
+"""The placement that is not the paper's."""
 BATCH_TOKENS = 8192
 """Context of each request in the paper's decode curve."""
 
@@ -169,15 +171,15 @@ def placement_findings(runs: Mapping[str, Sequence[Run]], paper: PaperFigures) -
     base = means["algorithm-1"]
     findings = []
     for name, values in means.items():
-        found, theirs = estimate(values), paper.mean_ttft.get(name)
-        times = found.mean / estimate(base).mean
-        ours = f"{show(found)} s ({times:.1f}x)"
+        times, theirs = estimate([a / b for a, b in zip(values, base, strict=True)]), paper.mean_ttft.get(name)
+        ours = f"{show(estimate(values))} s" + ("" if name == "algorithm-1" else f" ({show(times)} times)")
         if theirs is None:
-            findings.append(Finding(f"mean TTFT, {name}", "-", ours, _against(values, base, "algorithm-1")))
+            findings.append(Finding(f"mean TTFT, {name}", "-", ours, against(values, base, "algorithm-1")))
             continue
         their_times = theirs / paper.mean_ttft["algorithm-1"]
-        comment = "the measure of the others" if name == "algorithm-1" else _ratio(times, their_times)
-        findings.append(Finding(f"mean TTFT, {name}", f"{theirs:.2f} s ({their_times:.1f}x)", ours, comment))
+        comment = "the measure of the others" if name == "algorithm-1" else _ratio(times.mean, their_times)
+        their = f"{theirs:.2f} s" + ("" if name == "algorithm-1" else f" ({their_times:.2f} times)")
+        findings.append(Finding(f"mean TTFT, {name}", their, ours, comment))
     for name, theirs in paper.median_ttft.items():
         if name in runs:
             found = estimate([run.summary.ttft.p50 for run in runs[name]])
@@ -189,111 +191,23 @@ def placement_findings(runs: Mapping[str, Sequence[Run]], paper: PaperFigures) -
 
 
 def _order(means: Mapping[str, Sequence[float]], paper: PaperFigures) -> Finding:
-    known = sorted((name for name in means if name in paper.mean_ttft), key=lambda name: paper.mean_ttft[name])
+    """The default, which the paper does not have, is to be no slower than the paper's own policy."""
+    theirs = sorted((name for name in means if name in paper.mean_ttft), key=lambda name: paper.mean_ttft[name])
+    known = [*(name for name in (DEFAULT,) if name in means), *theirs]
     wrong, chance = [], []
     for better, worse in itertools.pairwise(known):
         found = paired_difference(means[worse], means[better])
-        if found.mean <= 0:
+        unclear = found.half_width is not None and not found.is_clear
+        if better == DEFAULT:
+            if found.mean < 0 and not unclear:
+                wrong.append(f"{better} is slower than {worse}")
+        elif found.mean <= 0:
             wrong.append(f"{worse} is no slower than {better}")
-        elif found.half_width is not None and not found.is_clear:
+        elif unclear:
             chance.append(f"{better} before {worse} may be chance")
     ours = sorted(known, key=lambda name: estimate(means[name]).mean)
     comment = "; ".join([*(f"does not reproduce: {each}" for each in wrong), *chance]) or "the same order"
-    return Finding("order of mean TTFT", " < ".join(known), " < ".join(ours), comment)
-
-
-# §5: overload
-
-
-def overload_findings(runs: Mapping[str, Sequence[Run]], paper: PaperFigures) -> tuple[Finding, ...]:
-    """`runs`: by admission policy, a run for each seed; the first one is what the others are held against."""
-    first = next(iter(runs))
-    offered = paper.refused["requests"]
-    findings = []
-    for name, each in runs.items():
-        refused = [_refused(run) for run in each]
-        theirs = f"{paper.refused[name] / offered:.1%}" if name in paper.refused else "-"
-        comment = "" if name == first else _against(refused, [_refused(run) for run in runs[first]], first, "refused")
-        findings.append(Finding(f"refused, {name}", theirs, show(estimate(refused), percent=True), comment))
-    for name, each in runs.items():
-        wasted = [run.summary.wasted_tokens / max(run.summary.computed_tokens, 1) for run in each]
-        attained = estimate([run.summary.attained / run.summary.requests for run in each])
-        late = estimate([run.late_refusals for run in each])
-        comment = f"{late.mean:.0f} refused after prefill; {attained.mean:.1%} of all attain"
-        findings.append(Finding(f"prefill for nothing, {name}", "-", show(estimate(wasted), percent=True), comment))
-    for name, each in runs.items():
-        findings += _swing_findings(name, each, paper)
-    if "early" in runs and "forecast" in runs:
-        findings.append(_calmer(runs["forecast"], runs["early"]))
-    return tuple(findings)
-
-
-def _calmer(forecast: Sequence[Run], early: Sequence[Run]) -> Finding:
-    """Whether `forecast` moves the loads less than `early`, at what price."""
-
-    def of(figure: Callable[[Run], float]) -> Estimate:
-        return paired_difference([figure(run) for run in forecast], [figure(run) for run in early])
-
-    prefill, decode = of(lambda run: run.swing.prefill_deviation), of(lambda run: run.swing.decode_deviation)
-    refused, attained = of(_refused), of(lambda run: run.summary.attained / run.summary.requests)
-    comment = "; ".join(
-        (
-            f"prefill load {_moved(prefill)}",
-            f"decode load {_moved(decode)}",
-            _more_or_less("refused", refused),
-            _more_or_less("attain", attained),
-        )
-    )
-    ours = f"{prefill.mean:+.3f}, {decode.mean:+.3f}; {refused.mean:+.1%}; {attained.mean:+.1%}"
-    return Finding("forecast less early: deviation of prefill, decode load; refused; attain", "-", ours, comment)
-
-
-def _moved(found: Estimate) -> str:
-    if not found.mean:
-        return "moves as much"
-    chance = "" if found.half_width is None or found.is_clear else ", may be chance"
-    return ("calmer" if found.mean < 0 else "moves more") + chance
-
-
-def _more_or_less(what: str, found: Estimate) -> str:
-    chance = "" if found.half_width is None or found.is_clear else ", may be chance"
-    return f"{'fewer' if found.mean < 0 else 'no fewer'} {what}{chance}"
-
-
-def _swing_findings(name: str, runs: Sequence[Run], paper: PaperFigures) -> list[Finding]:
-    swing = paper.swing if name == "early" else None
-    correlation = estimate([run.swing.correlation for run in runs])
-    if swing is None:
-        comment = ""
-    elif correlation.mean < 0:
-        comment = f"anti-phase, {_factor(correlation.mean, swing.correlation)}"
-    else:
-        comment = "does not reproduce: the loads do not move against each other; see how far each moves at all"
-    prefill = estimate([run.swing.prefill_deviation for run in runs])
-    decode = estimate([run.swing.decode_deviation for run in runs])
-    theirs = f"{swing.prefill_deviation:.2f}, {swing.decode_deviation:.2f}" if swing else "-"
-    moved = ""
-    if swing:
-        moved = f"{_factor(prefill.mean, swing.prefill_deviation)}, {_factor(decode.mean, swing.decode_deviation)}"
-    lagged = [value for run in runs for seconds, value in run.swing.lagged if 20 <= seconds <= 40]
-    findings = [
-        Finding(
-            f"correlation of the loads, {name}",
-            f"{swing.correlation:+.2f}" if swing else "-",
-            show(correlation),
-            comment,
-        ),
-        Finding(f"deviation of prefill, decode load, {name}", theirs, f"{show(prefill)}, {show(decode)}", moved),
-    ]
-    if lagged and swing:
-        later, their = estimate(lagged), swing.correlation_30_s_later
-        said = "positive, as in the paper" if later.mean * their > 0 else "does not reproduce: another sign"
-        findings.append(Finding(f"correlation, decode 30 s later, {name}", f"{their:+.2f}", show(later), said))
-    return findings
-
-
-def _refused(run: Run) -> float:
-    return sum(run.summary.refused.values()) / run.summary.requests
+    return Finding("order of mean TTFT", " < ".join(theirs), " < ".join(ours), comment)
 
 
 def show(found: Estimate, percent: bool = False) -> str:
@@ -303,9 +217,10 @@ def show(found: Estimate, percent: bool = False) -> str:
     return form.format(found.mean) + half
 
 
-def _against(values: Sequence[float], base: Sequence[float], name: str, what: str = "") -> str:
+def against(values: Sequence[float], base: Sequence[float], name: str, number: bool = False) -> str:
+    """`fewer than baseline`, by paired differences. `number`: of requests, not of an amount."""
     found = paired_difference(values, base)
-    said = f"{'fewer' if what else 'less'} than" if found.mean < 0 else "more than"
+    said = f"{'fewer' if number else 'less'} than" if found.mean < 0 else "more than"
     if found.half_width is not None and not found.is_clear:
         return f"{said} {name}, may be chance"
     return f"{said} {name}" if found.mean else f"the same as {name}"
@@ -316,10 +231,10 @@ def _ratio(ours: float, theirs: float) -> str:
         return "does not reproduce: the other way round"
     if _within(ours, theirs, CLOSE):
         return "reproduced"
-    return f"the same direction, {'less' if ours < theirs else 'more'} of it: {_factor(ours, theirs)}"
+    return f"the same direction, {'less' if ours < theirs else 'more'} of it: {factor(ours, theirs)}"
 
 
-def _factor(ours: float, theirs: float) -> str:
+def factor(ours: float, theirs: float) -> str:
     if _within(ours, theirs, NEAR):
         return "about the paper's"
     return f"{ours / theirs:.2g} times the paper's"
