@@ -102,6 +102,8 @@ class Attempts:
                 known.append(size)
             if self._keeps_turn(request, now):
                 closed[model] = rank
+                if self.requests.none_held_but(closed):
+                    return
 
     def _serve(self, request: Request, now: float) -> None:
         model, tokens, must_wait = request.arrived.model, 0, False

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_left, insort
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from moonpool.core.classes import Classes, is_batch
@@ -112,6 +113,8 @@ class Requests:
     _live: dict[RequestId, Request] = field(default_factory=dict)
     _held: list[tuple[float, int, RequestId]] = field(default_factory=list)
     """By turn, then by first arrival: a preempted request comes before those that arrived after it."""
+    _held_kinds: dict[tuple[str, int], int] = field(default_factory=dict)
+    """How many of each model and rank are held."""
     _queued: dict[int, dict[RequestId, None]] = field(default_factory=dict)
     """By rank, the newest last: those that no decode instance has been given yet."""
     _in_room: dict[RequestId, None] = field(default_factory=dict)
@@ -157,6 +160,11 @@ class Requests:
 
     def renew(self, request: Request, event: RequestArrived, now: float) -> None:
         """The gateway's next attempt; the phase becomes held."""
+        if request.phase is Phase.HELD:
+            # It asks for another model, perhaps.
+            self._count_held(request, -1)
+            request.arrived = event
+            self._count_held(request, 1)
         request.arrived = event
         request.deadline = now + event.time_left
         request.placement = None
@@ -179,8 +187,15 @@ class Requests:
         if len(self._over) > REMEMBERED_ENDINGS:
             self._over.popitem(last=False)
 
-    def held(self) -> list[Request]:
-        return [self._live[id_] for _, _, id_ in self._held]
+    def held(self) -> Iterator[Request]:
+        """In order of their turns; those that leave meanwhile may be among them, as long as they are not over."""
+        for _, _, id_ in self._held.copy():
+            if (request := self._live.get(id_)) is not None:
+                yield request
+
+    def none_held_but(self, closed: Mapping[str, int]) -> bool:
+        """Whether all that are held are of these models, and of the rank given for theirs or a later one."""
+        return all(model in closed and rank >= closed[model] for model, rank in self._held_kinds)
 
     def first_in_room(self) -> Request | None:
         """The one that asked first."""
@@ -217,7 +232,7 @@ class Requests:
         if phase in QUEUED:
             self._queued.setdefault(request.priority.rank, {})[request.id] = None
         if phase is Phase.HELD:
-            self._held_batch += is_batch(request.priority)
+            self._count_held(request, 1)
             insort(self._held, (request.turn, request.serial, request.id))
         elif phase is Phase.ROOM:
             self._in_room[request.id] = None
@@ -227,17 +242,25 @@ class Requests:
         if request.phase in QUEUED:
             del self._queued[request.priority.rank][request.id]
         if request.phase is Phase.HELD:
-            self._held_batch -= is_batch(request.priority)
+            self._count_held(request, -1)
             del self._held[bisect_left(self._held, (request.turn, request.serial, request.id))]
         elif request.phase is Phase.ROOM:
             del self._in_room[request.id]
+
+    def _count_held(self, request: Request, by: int) -> None:
+        self._held_batch += by * is_batch(request.priority)
+        kind = request.arrived.model, request.priority.rank
+        count = self._held_kinds[kind] = self._held_kinds.get(kind, 0) + by
+        if not count:
+            del self._held_kinds[kind]
 
     def check_integrity(self) -> None:
         """Raises AssertionError where a request is in no or in two phases."""
         for phase in Phase:
             assert self._phases[phase] == sum(r.phase is phase for r in self._live.values()), phase
         held = [r for r in self._live.values() if r.phase is Phase.HELD]
-        assert self.held() == sorted(held, key=lambda r: (r.turn, r.serial))
+        assert list(self.held()) == sorted(held, key=lambda r: (r.turn, r.serial))
+        assert self._held_kinds == Counter((r.arrived.model, r.priority.rank) for r in held)
         assert self._held_batch == sum(is_batch(r.priority) for r in held)
         queued = {r.id for r in self._live.values() if r.phase in QUEUED}
         assert sorted(id_ for ids in self._queued.values() for id_ in ids) == sorted(queued)
