@@ -6,7 +6,6 @@ A frame is a length of four bytes, little-endian, and as many bytes of msgpack: 
 
 from __future__ import annotations
 
-import gc
 import signal
 import sys
 import time
@@ -23,6 +22,7 @@ from moonpool.sim.cluster import Setup
 from moonpool.sim.coupled_cluster import CoupledSetup, run_coupled
 from moonpool.sim.run import run
 from moonpool.sim.trial import Goal, Trial, try_out
+from moonpool.trace.hits import rare_collection
 
 COMMAND = (sys.executable, "-P", "-m", "moonpool.command.elsewhere")
 MOST_FRAME_BYTES = 1 << 28
@@ -60,6 +60,11 @@ class Runner:
 
     def perform(self, task: Task, on_progress: Callable[[int], None] = lambda over: None) -> Said:
         """Raises ConfigError or TraceError."""
+        # A run makes some million objects and hardly a cycle.
+        with rare_collection():
+            return self._perform(task, on_progress)
+
+    def _perform(self, task: Task, on_progress: Callable[[int], None]) -> Said:
         key = task.workload, task.setup.profile.block_tokens
         if key not in self._traffic:
             self._traffic[key] = Traffic(*key)
@@ -96,9 +101,6 @@ def receive(stream: IO[bytes]) -> bytes | None:
 def main() -> int:
     # Ctrl-C goes to the whole group: whoever started this tells of it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # A run makes some million objects and hardly a cycle: looking for cycles as often as usual takes a tenth of it.
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
     runner, source, sink = Runner(), sys.stdin.buffer, sys.stdout.buffer
     while (frame := receive(source)) is not None:
         try:
