@@ -140,7 +140,8 @@ class SimNode:
 
     def _remove(self, keys: Sequence[BlockKey]) -> tuple[BlockKey, ...]:
         gone = tuple([key for key in keys if key in self._eviction and not self._eviction.pins(key)])
-        for key in gone:
+        # The last first: without the one before it a block would be a hole until it goes as well.
+        for key in reversed(gone):
             self._eviction.remove(key)
         return gone
 
