@@ -89,10 +89,10 @@ class Request:
     uses: float = 0.0
     """What its computing is divided by to have its price (`worth.py`); 0 where nobody has asked yet."""
     joined_at: float = 0.0
+    id: RequestId = field(init=False)
 
-    @property
-    def id(self) -> RequestId:
-        return self.arrived.request
+    def __post_init__(self) -> None:
+        self.id = self.arrived.request
 
     @property
     def attempt(self) -> int:
