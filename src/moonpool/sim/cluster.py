@@ -44,7 +44,7 @@ from moonpool.sim.node import SimNode
 from moonpool.sim.pipeline import of_group
 from moonpool.sim.prefill import Order, SimPrefill
 from moonpool.sim.profile import Profile
-from moonpool.sim.request import BlockKeys, SimRequest, own_keys
+from moonpool.sim.request import BlockKeys, SimRequest, fold, own_keys
 from moonpool.sim.shelf import SimShelf
 from moonpool.trace.request import TraceRequest
 
@@ -54,6 +54,7 @@ REPORT_SECONDS = 2.0
 LONGEST_ANSWER = 2048
 """What a client allows of output where the trace's own is shorter: the Conductor must not know it beforehand."""
 DEADLINE_SECONDS = 600.0
+FOLDED_AT_ONCE = 32
 CLASS_DRAWS = 1
 """Beside the seed: other draws do not move when requests get classes."""
 
@@ -148,6 +149,8 @@ class Simulation:
         self._by_id = {request.id: request for request in self.requests}
         self._open = len(self.requests)
         self._folds = folds
+        self._complete: list[SimRequest] = []
+        """Those that are to be folded."""
 
     def run(self, on_progress: Callable[[int], None] = lambda over: None) -> None:
         """Until every request is over. `on_progress`: how many are, now and then."""
@@ -165,6 +168,8 @@ class Simulation:
             if told - self._open >= 100:
                 told = self._open
                 on_progress(len(self.requests) - told)
+        fold(self._complete)
+        self._complete.clear()
         assert not self._open, f"{self._open} requests are not over and nothing happens any more"
 
     @property
@@ -254,7 +259,10 @@ class Simulation:
     def _over(self, request: SimRequest) -> None:
         self._open -= 1
         if self._folds and request.finished is not None:
-            request.fold()
+            self._complete.append(request)
+            if len(self._complete) >= FOLDED_AT_ONCE:
+                fold(self._complete)
+                self._complete.clear()
 
     # The workers
 
