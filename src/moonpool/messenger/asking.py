@@ -28,6 +28,8 @@ from moonpool.messenger.transfer import Bytes
 
 FIRST_BYTES = 1 << 20
 """Summed up, then sent: the other side has something to do early. Then twice as much each time, up to GROUP_BYTES."""
+SMALL_BYTES = 128 << 10
+"""A put of no more goes with one system call: to wake the other side costs more than to sum this up."""
 GROUP_BYTES = 4 << 20
 """Fewer and larger system calls gain more than the processor's cache does."""
 
@@ -83,30 +85,33 @@ def get(
 
 def put(channel: Channel, request: PutBlocks, sources: Sequence[Sequence[Bytes]], until: float) -> bytes:
     """One mark a key: YES, NO where the node had it already, or DAMAGED. `sources`: pieces of each block."""
-    # At once: the node makes room while the first bytes are summed up.
-    channel.send_header(request, until)
     space = request.space
+    group: list[Part] = [framed(request)]
+    if len(sources) * space.block_bytes > SMALL_BYTES:
+        # At once: the node makes room while the first bytes are summed up.
+        channel.send_all(group, until)
+        group = []
     limit = FIRST_BYTES
     for stretch in stretches(len(sources), space.block_bytes):
         sums: list[int] = []
-        group: list[Part] = []
         room = limit
         for pieces in sources[stretch]:
             digests = RunDigests(space.run_bytes)
             for piece in pieces:
                 view = piece.data
                 while len(view):
-                    part, view = view[:room], view[room:]
-                    digests.feed(part)
-                    group.append(part)
-                    room -= len(part)
                     if not room:
                         channel.send_all(group, until, more=True)
                         group = []
                         room = limit = min(2 * limit, GROUP_BYTES)
+                    part, view = view[:room], view[room:]
+                    digests.feed(part)
+                    group.append(part)
+                    room -= len(part)
             sums += digests.checksums
         group.append(framed(Checksums(pack_sums(sums))))
         channel.send_all(group, until)
+        group = []
     # No `soon`: to look for it would take a processor from the node, which has its books to write now.
     reply = _heard(channel, until)
     if not isinstance(reply, Marks) or len(reply.marks) * 16 != len(request.keys):

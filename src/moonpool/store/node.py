@@ -50,7 +50,7 @@ from moonpool.wire.messages import Envelope, Located, Message
 
 log = logging.getLogger(__name__)
 
-ANNOUNCE_SECONDS = 0.005
+ANNOUNCE_SECONDS = 0.02
 """From one announcement to the next: the directory may be so far behind while many blocks come and go."""
 EXPIRY_SECONDS = 0.5
 """How often rooms and leases are looked through for those whose time is over."""
