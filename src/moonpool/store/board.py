@@ -30,6 +30,8 @@ _WORDS: Final = 8
 """u64 words of an entry: a cache line."""
 _VERSION, _SPACE, _KEY, _KEY_END, _OFFSET, _BYTES = range(6)
 _KEY_WORDS = struct.Struct("<2Q")
+_ENTRY = struct.Struct("<5Q")
+"""All of it but the version."""
 _F_SEAL_FUTURE_WRITE = 0x10
 """Of <linux/fcntl.h>: whoever maps it from now on may only read."""
 _KEEPS_ORDER = platform.machine() in ("x86_64", "AMD64")
@@ -44,7 +46,8 @@ class Board:
         self.fd = os.memfd_create("moonpool-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         size = self.entries * _WORDS * 8
         os.ftruncate(self.fd, size)
-        self._words = memoryview(mmap.mmap(self.fd, size)).cast("Q")
+        self._memory = memoryview(mmap.mmap(self.fd, size))
+        self._words = self._memory.cast("Q")
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
         try:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals | _F_SEAL_FUTURE_WRITE)
@@ -62,8 +65,7 @@ class Board:
             if not words[at + _BYTES]:
                 version = words[at]
                 words[at] = version + 1
-                words[at + _SPACE], words[at + _KEY], words[at + _KEY_END] = space_tag(space), low, high
-                words[at + _OFFSET], words[at + _BYTES] = offset, nbytes
+                _ENTRY.pack_into(self._memory, (at + _SPACE) * 8, space_tag(space), low, high, offset, nbytes)
                 words[at] = version + 2
                 self._at[space, key] = at
                 return
@@ -81,6 +83,7 @@ class Board:
         """Nothing is shown any more; the memory is freed when no client maps it."""
         os.close(self.fd)
         self._words.release()
+        self._memory.release()
 
     def check_integrity(self, resident: dict[tuple[KeySpaceId, BlockKey], tuple[int, int]]) -> None:
         """Raises AssertionError unless all on the board are among these blocks: name -> (offset, bytes)."""
