@@ -93,10 +93,9 @@ def put(channel: Channel, request: PutBlocks, sources: Sequence[Sequence[Bytes]]
         group = []
     limit = FIRST_BYTES
     for stretch in stretches(len(sources), space.block_bytes):
-        sums: list[int] = []
+        digests = RunDigests(space.run_bytes)
         room = limit
         for pieces in sources[stretch]:
-            digests = RunDigests(space.run_bytes)
             for piece in pieces:
                 view = piece.data
                 while len(view):
@@ -108,8 +107,7 @@ def put(channel: Channel, request: PutBlocks, sources: Sequence[Sequence[Bytes]]
                     digests.feed(part)
                     group.append(part)
                     room -= len(part)
-            sums += digests.checksums
-        group.append(framed(Checksums(pack_sums(sums))))
+        group.append(framed(Checksums(pack_sums(digests.checksums))))
         channel.send_all(group, until)
         group = []
     # No `soon`: to look for it would take a processor from the node, which has its books to write now.

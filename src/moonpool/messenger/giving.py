@@ -144,31 +144,36 @@ def receive(channel: Channel, blocks: Iterable[Sequence[Bytes]], run_bytes: int,
     Many small ones come with one system call, and are summed up after it.
     """
     room = PIECE_BYTES
-    group: list[tuple[RunDigests, memoryview]] = []
-    under_way: deque[tuple[RunDigests, int]] = deque()
+    group: list[memoryview] = []
+    digests = RunDigests(run_bytes)
+    under_way: deque[int] = deque()
+    """Runs of the blocks whose bytes are not all there."""
+    given = 0
     for pieces in blocks:
-        digests = RunDigests(run_bytes)
-        under_way.append((digests, sum(piece.nbytes for piece in pieces) // run_bytes))
+        under_way.append(sum([piece.nbytes for piece in pieces]) // run_bytes)
         for piece in pieces:
             view = piece.data
             while len(view):
-                part, view = view[:room], view[room:]
-                group.append((digests, part))
+                if len(view) <= room:
+                    part, view = view, view[:0]
+                else:
+                    part, view = view[:room], view[room:]
+                group.append(part)
                 room -= len(part)
                 if not room or len(group) == MAX_BUFFERS:
-                    _receive_group(channel, group, until)
+                    _receive_group(channel, group, digests, until)
                     room, group = PIECE_BYTES, []
-        while under_way and len(under_way[0][0].checksums) == under_way[0][1]:
-            yield under_way.popleft()[0].checksums
+        while under_way and len(digests.checksums) >= given + under_way[0]:
+            yield digests.checksums[given : (given := given + under_way.popleft())]
     if group:
-        _receive_group(channel, group, until)
-    for digests, _ in under_way:
-        yield digests.checksums
+        _receive_group(channel, group, digests, until)
+    for runs in under_way:
+        yield digests.checksums[given : (given := given + runs)]
 
 
-def _receive_group(channel: Channel, group: Sequence[tuple[RunDigests, memoryview]], until: float) -> None:
-    channel.receive_each([part for _, part in group], until)
-    for digests, part in group:
+def _receive_group(channel: Channel, group: Sequence[memoryview], digests: RunDigests, until: float) -> None:
+    channel.receive_each(group, until)
+    for part in group:
         digests.feed(part)
 
 

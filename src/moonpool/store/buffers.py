@@ -24,6 +24,8 @@ def as_bytes(buffer: Buffer) -> Bytes:
         return _tensor_bytes(buffer, torch.uint8)
     try:
         if isinstance(buffer, np.ndarray):
+            if type(buffer) is np.ndarray and buffer.dtype == np.uint8 and buffer.ndim == 1 and buffer.strides == (1,):
+                return buffer
             if not buffer.flags.c_contiguous:
                 raise BufferError("it is not contiguous")
             # By way of the plain memory: formats of other packages (bfloat16) have no buffer of their own, and what
