@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from moonpool.errors import PoolError, TransferError
-from moonpool.messenger.channel import Channel, Header, Part, framed
+from moonpool.messenger.channel import SPIN_SECONDS, Channel, Header, Part, framed
 from moonpool.messenger.digest import RunDigests
 from moonpool.messenger.giving import receive
 from moonpool.messenger.questions import (
@@ -32,12 +32,14 @@ SMALL_BYTES = 128 << 10
 """A put of no more goes with one system call: to wake the other side costs more than to sum this up."""
 GROUP_BYTES = 4 << 20
 """Fewer and larger system calls gain more than the processor's cache does."""
+BOOKS_SECONDS = 400e-6
+"""What a node has to do once it has the last bytes (s): sum them up, and write its books."""
 
 
 def ask(channel: Channel, question: Question, until: float) -> Reply:
     """Raises PoolError where the node refuses."""
     channel.send_header(question, until)
-    reply = _heard(channel, until, soon=True)
+    reply = _heard(channel, until, soon=SPIN_SECONDS)
     if not isinstance(reply, Reply):
         raise TransferError(f"{type(reply).__name__} came as the answer to {type(question).__name__}")
     return reply
@@ -56,7 +58,7 @@ def get(
     each among those that come.
     """
     channel.send_header(request, until)
-    given = _heard(channel, until, soon=True)
+    given = _heard(channel, until, soon=SPIN_SECONDS)
     if not isinstance(given, Given) or len(given.marks) * 16 != len(request.keys):
         raise TransferError(f"{type(given).__name__} came as the answer to GetBlocks, or not one mark a key")
     sums, coming = unpack_sums(given.checksums), given.marks.count(YES)
@@ -110,14 +112,13 @@ def put(channel: Channel, request: PutBlocks, sources: Sequence[Sequence[Bytes]]
         group.append(framed(Checksums(pack_sums(digests.checksums))))
         channel.send_all(group, until)
         group = []
-    # No `soon`: to look for it would take a processor from the node, which has its books to write now.
-    reply = _heard(channel, until)
+    reply = _heard(channel, until, soon=BOOKS_SECONDS)
     if not isinstance(reply, Marks) or len(reply.marks) * 16 != len(request.keys):
         raise TransferError(f"{type(reply).__name__} came as the answer to PutBlocks, or not one mark a key")
     return reply.marks
 
 
-def _heard(channel: Channel, until: float, soon: bool = False) -> Header:
+def _heard(channel: Channel, until: float, soon: float = 0.0) -> Header:
     header = channel.receive_header(until, soon=soon)
     if isinstance(header, Refused):
         raise PoolError(header.reason)

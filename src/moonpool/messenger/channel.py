@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import math
+import os
 import secrets
 import socket
 import struct
@@ -33,7 +34,7 @@ MAX_BUFFERS = 1024
 HASH_BYTES = 1 << 20
 """What is received before it is hashed, while the kernel takes in what comes next."""
 SPIN_SECONDS = 100e-6
-"""How long to look for a frame that comes at once: to sleep and be woken takes about as long."""
+"""How long to look for a frame that comes at once (s): to sleep and be woken takes about as long."""
 HANDSHAKE_SECONDS = 5.0
 
 _MAGIC = b"moonpool data 1\n"
@@ -217,14 +218,14 @@ class Channel:
     def send_header(self, header: Header, until: float, more: bool = False) -> None:
         self.send(framed(header), until, more)
 
-    def receive_header(self, until: float, body_seconds: float | None = None, soon: bool = False) -> Header:
+    def receive_header(self, until: float, body_seconds: float | None = None, soon: float = 0.0) -> Header:
         """The next frame. With `body_seconds` the time between its first bytes and its last is limited to that.
 
-        `soon`: it probably comes at once, so look for it for SPIN_SECONDS before sleeping.
+        `soon`: it probably comes within so many seconds, so look for it for as long before sleeping.
 
         Raises EOFError where the peer closed the connection between two frames, TransferError for what is no frame.
         """
-        received = self._receive_soon(self._length) if soon else None
+        received = self._receive_soon(self._length, soon) if soon else None
         if received is None:
             received = self._receive(self._length, until)
         if not received:
@@ -265,15 +266,17 @@ class Channel:
             except BlockingIOError:
                 continue
 
-    def _receive_soon(self, view: memoryview) -> int | None:
+    def _receive_soon(self, view: memoryview, seconds: float) -> int | None:
         """None where nothing has come by then."""
-        until = time.perf_counter() + SPIN_SECONDS
+        until = time.perf_counter() + seconds
         while True:
             try:
                 return self._socket.recv_into(view, 0, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 if time.perf_counter() >= until:
                     return None
+                # Whoever else has something to do on this processor, the peer perhaps, goes first.
+                os.sched_yield()
 
     def _wait_at_most(self, until: float, which: int) -> None:
         seconds = until - time.monotonic()

@@ -10,7 +10,7 @@ from collections import Counter
 
 from moonpool.errors import ConfigError, PoolError, TransferError
 from moonpool.messenger import giving
-from moonpool.messenger.channel import Arriving, Blocks, Channel, Done, Header, Read, Write, admit
+from moonpool.messenger.channel import SPIN_SECONDS, Arriving, Blocks, Channel, Done, Header, Read, Write, admit
 from moonpool.messenger.questions import GetBlocks, PutBlocks, Question
 from moonpool.messenger.transfer import Landing, Store
 from moonpool.wire.security import check_token, data_key
@@ -151,7 +151,7 @@ class TcpServer:
         """Seconds for which nothing was asked."""
         idle_since = time.monotonic()
         try:
-            header = channel.receive_header(idle_since + IDLE_SECONDS, FRAME_SECONDS, soon=is_busy)
+            header = channel.receive_header(idle_since + IDLE_SECONDS, FRAME_SECONDS, SPIN_SECONDS if is_busy else 0.0)
         except TimeoutError:
             raise TransferError("silent too long") from None
         idle = time.monotonic() - idle_since
