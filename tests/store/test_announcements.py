@@ -48,8 +48,8 @@ def test_a_node_too_large_for_one_message_is_announced_whole(
     assert first is not None
     assert not apply(directory, first)
     # Meanwhile one that is still to be told of goes, and another comes.
-    told.note(Change(False, ssd[-1], Tier.SSD))
-    told.note(Change(True, names(S, "d", 1)[0], Tier.DRAM))
+    told.note([Change(False, ssd[-1], Tier.SSD)])
+    told.note([Change(True, names(S, "d", 1)[0], Tier.DRAM)])
     is_whole = False
     while (message := told.next([], [])) is not None:
         is_whole |= sum(directory.counts(NODE).values()) >= 19
@@ -68,11 +68,11 @@ def test_tiers_are_told_apart() -> None:
     told.ask_snapshot()
     (block,) = names(S, "a", 1)
     for change in (Change(True, block), Change(True, block, Tier.SSD), Change(False, block)):
-        told.note(change)
+        told.note([change])
     while (message := told.next([block], [])) is not None:
         apply(directory, message)
     for change in (Change(True, block, Tier.SSD), Change(False, block)):
-        told.note(change)
+        told.note([change])
     while (message := told.next([], [])) is not None:
         apply(directory, message)
     assert directory.counts(NODE) == {Tier.DRAM: 0, Tier.SSD: 1}

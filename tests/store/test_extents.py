@@ -136,7 +136,7 @@ def test_a_block_costs_few_others_their_place_however_sizes_mix(large: int, one_
         if len(tails) > 4:
             blocks.discard(tails.pop(rng.randrange(4)))
         block.complete = 1
-        blocks.promote(block)
+        blocks.promote([block])
         blocks.eviction.unpin([block.name])
         blocks.eviction.touch([rng.choice(list(blocks.resident))])
         # Twice its size by use and by place, and so for the tail.

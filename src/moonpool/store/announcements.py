@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from moonpool.core.events import BlocksRemoved, BlocksStored, Snapshot
@@ -31,10 +31,10 @@ class Announcements:
     _rest: deque[tuple[Tier, list[Name]]] = field(default_factory=deque)
     """What did not fit into the last snapshot, by tier; goes before what has changed since."""
 
-    def note(self, change: Change) -> None:
-        if self._wants_snapshot:
+    def note(self, changes: Sequence[Change]) -> None:
+        if self._wants_snapshot or not changes:
             return
-        self._pending.append(change)
+        self._pending.extend(changes)
         if len(self._pending) > MAX_PENDING:
             self.ask_snapshot()
         self.on_pending()

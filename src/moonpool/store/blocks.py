@@ -9,7 +9,7 @@ A key is *filling* while some private block for it may still become readable; wh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from moonpool.core.eviction import Eviction
@@ -19,6 +19,8 @@ from moonpool.store.extents import Extents, page_aligned
 from moonpool.store.spaces import Spaces
 
 Name = tuple[KeySpaceId, BlockKey]
+Wanted = tuple[BlockKey, BlockKey | None, int]
+"""A block's key, that of the block before it in its prompt, and its index there."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +76,7 @@ class Change:
 @dataclass(slots=True)
 class Blocks:
     extents: Extents
-    on_change: Callable[[Change], None]
+    on_change: Callable[[Sequence[Change]], None]
     eviction: Eviction[Name]
     board: Board | None = None
     """Where clients of this host see what is readable."""
@@ -88,13 +90,13 @@ class Blocks:
     """The few that are being written to an SSD now."""
     is_kept: Callable[[Name], bool] = lambda name: False
     """Whether an SSD has it too: then it is not lost with its place here."""
-    on_come: Callable[[Name], None] = lambda name: None
+    on_come: Callable[[Sequence[Name]], None] = lambda names: None
     on_go: Callable[[Name], None] = lambda name: None
-    """A block has come to DRAM, or has left it: what an SSD has may hang on it."""
+    """Blocks have come to DRAM, or one has left it: what an SSD has may hang on it."""
     filling: dict[Name, int] = field(default_factory=dict)
     """Private blocks, by key, that are not settled."""
-    on_settled: Callable[[Name], None] = lambda name: None
-    """One of them is; it may only wake somebody."""
+    on_settled: Callable[[Sequence[Name]], None] = lambda names: None
+    """Some of them are; it may only wake somebody."""
     pinned: Container[Name] = ()
     """Keys that may not leave the tier they are in (`Pins`)."""
     evictions: int = 0
@@ -146,34 +148,52 @@ class Blocks:
             self.filling[name] = self.filling.get(name, 0) + 1
         return block
 
-    def promote(self, block: Block) -> bool:
-        """Make a complete block readable and pin it. False if its key is readable already: the block stays private."""
-        name = block.name
-        if name in self.resident:
-            return False
-        parent = None if block.parent is None else (name[0], block.parent)
-        nbytes = block.nbytes
-        self.resident[name] = block
-        self.places[block.offset] = name
-        pins = 1 + (name in self.pinned)
-        self.eviction.add(name, page_aligned(nbytes), parent, block.index, pins)
-        block.resident = True
-        if self.board is not None:
-            self.board.show(*name, block.offset, nbytes)
-        self.on_come(name)
-        self.settle(block)
-        self.on_change(Change(True, name))
-        return True
+    def allocate_row(self, space: KeySpace, wanted: Sequence[Wanted]) -> list[Block] | None:
+        """As `allocate`, for several whole blocks at once; None where they do not lie in one piece of free memory."""
+        row = self.extents.allocate_row(space.block_bytes, len(wanted))
+        if row is None:
+            return None
+        filling, run_bytes, runs = self.filling, space.run_bytes, space.runs
+        self.spaces.came(space, len(wanted))
+        blocks = []
+        for offset, (key, parent, index) in zip(row, wanted, strict=True):
+            blocks.append(Block(offset, space, run_bytes, key, parent, index, [0] * runs))
+            name = space.id, key
+            filling[name] = filling.get(name, 0) + 1
+        return blocks
 
-    def settle(self, block: Block) -> None:
-        if block.settled:
-            return
-        block.settled = True
-        name = block.name
-        others = self.filling.pop(name) - 1
-        if others:
-            self.filling[name] = others
-        self.on_settled(name)
+    def promote(self, blocks: Iterable[Block]) -> None:
+        """Make complete blocks readable and pin them. One whose key is readable already stays private."""
+        resident, board = self.resident, self.board
+        come: list[Name] = []
+        for block in blocks:
+            name = block.name
+            if name in resident:
+                continue
+            nbytes = block.nbytes
+            resident[name] = block
+            self.places[block.offset] = name
+            parent = None if block.parent is None else (name[0], block.parent)
+            pins = 2 if name in self.pinned else 1
+            self.eviction.add(name, page_aligned(nbytes), parent, block.index, pins)
+            block.resident = True
+            if board is not None:
+                board.show(*name, block.offset, nbytes)
+            come.append(name)
+        self.on_come(come)
+        self.settle([resident[name] for name in come])
+        self.on_change([Change(True, name) for name in come])
+
+    def settle(self, blocks: Iterable[Block]) -> None:
+        names = []
+        for block in blocks:
+            if not block.settled:
+                block.settled = True
+                names.append(name := block.name)
+                others = self.filling.pop(name) - 1
+                if others:
+                    self.filling[name] = others
+        self.on_settled(names)
 
     def evict(self, name: Name) -> None:
         self.drop(name)
@@ -192,12 +212,12 @@ class Blocks:
         # Whatever claims on it are still open: they cover only runs that were not complete, so no byte is to come.
         self._release(block)
         self.on_go(name)
-        self.on_change(Change(False, name))
+        self.on_change([Change(False, name)])
 
     def discard(self, block: Block) -> None:
         """Free a block that is not readable, now or when the last transfer into it has ended."""
         block.discarded = True
-        self.settle(block)
+        self.settle([block])
         if block.transfers:
             self.lingering[block.offset] = block
         else:

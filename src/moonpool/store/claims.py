@@ -91,7 +91,7 @@ class Claims:
                 self.late_runs += 1
                 return
             claim.block.checksums[run] = checksum
-            finish_runs(self._blocks, claim.room, claim.block, 1 << run, self._on_finished)
+            finish_runs(self._blocks, claim.room, [(claim.block, 1 << run)], self._on_finished)
 
     def end(self, claim: Claim) -> None:
         """The transfer writes no more."""

@@ -69,6 +69,26 @@ class Extents:
         self.used += size
         return offset
 
+    def allocate_row(self, nbytes: int, count: int) -> range | None:
+        """Offsets of so many extents of `nbytes` one behind the other; each is released by itself.
+
+        None where no free extent is long enough, or where single ones would fit exactly: those are better used first.
+        """
+        size = page_aligned(nbytes)
+        position = bisect_left(self._sizes, size * count)
+        if position == len(self._sizes) or size in self._free_of_size:
+            return None
+        found = self._sizes[position]
+        offset = next(iter(self._free_of_size[found]))
+        self._remove_free(offset, found)
+        end = offset + size * count
+        if found > end - offset:
+            self._add_free(end, found - (end - offset))
+        row = range(offset, end, size)
+        self._taken.update(dict.fromkeys(row, size))
+        self.used += size * count
+        return row
+
     def release(self, offset: int) -> None:
         """Raises KeyError for what is not the offset of an allocated extent."""
         size = self._taken.pop(offset)

@@ -235,8 +235,7 @@ class Ledger:
             own = [index for index in room.lacking if room.blocks[index] is not None]
             if len(checksums) != len(own) * runs:
                 raise PoolError(f"{len(own)} blocks of {runs} runs with {len(checksums)} checksums")
-            for position, index in enumerate(own):
-                self._complete(room, index, 0, checksums[position * runs : (position + 1) * runs])
+            self._complete(room, [(index, 0, runs) for index in own], checksums)
             self._leave(room, client)
 
     def join(self, client: ClientId, request: RequestId, attempt: int) -> Room:
@@ -259,10 +258,7 @@ class Ledger:
                 return
             if len(checksums) != sum(count for _, _, count in runs):
                 raise PoolError(f"{sum(count for _, _, count in runs)} runs with {len(checksums)} checksums")
-            position = 0
-            for index, first, count in runs:
-                self._complete(room, index, first, checksums[position : position + count])
-                position += count
+            self._complete(room, runs, checksums)
 
     def await_room(self, client: ClientId, request: RequestId, attempt: int) -> Waiter:
         """Resolves with the room when all of it is readable (the client is a reader of it then), or with None."""
@@ -473,18 +469,28 @@ class Ledger:
         room.writers.add(client)
         self._quotas.hold(client, room.blocks)
 
-    def _complete(self, room: Room, index: int, first: int, checksums: Sequence[int]) -> None:
-        block = room.block(index)
-        if block is None or block.resident:
-            return
-        wanted = mask_of(block, first, len(checksums)) & ~block.complete & ~block.arriving
-        if len(checksums) == block.space.runs == wanted.bit_count():
+    def _complete(self, room: Room, runs: Sequence[tuple[int, int, int]], checksums: Sequence[int]) -> None:
+        """These (block, first run, runs) of the room. Raises PoolError, and notes none, for what the room has not."""
+        written: list[tuple[Block, int]] = []
+        position = 0
+        for index, first, count in runs:
+            block = room.block(index)
+            sums, position = checksums[position : position + count], position + count
+            if block is not None and not block.resident:
+                written.append((block, self._note_sums(block, first, sums)))
+        finish_runs(self._blocks, room, written, self._wake)
+
+    def _note_sums(self, block: Block, first: int, checksums: Sequence[int]) -> int:
+        """Of runs from the first one on; a bitmask of those whose checksums were not known."""
+        runs = mask_of(block, first, len(checksums))
+        if len(checksums) == block.space.runs and not (block.complete or block.arriving):
             block.checksums[:] = checksums
-        else:
-            for run, checksum in enumerate(checksums, first):
-                if wanted >> run & 1:
-                    block.checksums[run] = checksum
-        finish_runs(self._blocks, room, block, wanted, self._wake)
+            return runs
+        wanted = runs & ~block.complete & ~block.arriving
+        for run, checksum in enumerate(checksums, first):
+            if wanted >> run & 1:
+                block.checksums[run] = checksum
+        return wanted
 
     def _wake(self, room: Room) -> None:
         waiters, room.waiters = room.waiters, {}
@@ -514,8 +520,7 @@ class Ledger:
         waiters, room.waiters = room.waiters, {}
         for waiter in waiters:
             self._miss(waiter)
-        for block in room.own():
-            self._blocks.settle(block)
+        self._blocks.settle(room.own())
         for client in room.writers:
             self._on_room_ended(client, room.id)
         self._free_unless_held(room)

@@ -6,7 +6,7 @@ read or write them have closed it or died. Not thread-safe: the ledger's lock co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NewType
@@ -114,14 +114,18 @@ def _take(
         room.tail = blocks.allocate(room.space, None, None, len(keys), room.space.tail_run_bytes(room.tail_tokens))
         if room.tail is None and whole:
             return False
-    for index in room.lacking:
-        if index >= affordable:
-            break
-        meta = BlockMeta(keys[index - 1] if index else None, index) if metas is None else metas[index]
-        block = blocks.allocate(room.space, keys[index], meta.parent, meta.index, room.space.run_bytes)
+    lacking = room.lacking if affordable >= len(keys) else [index for index in room.lacking if index < affordable]
+    if metas is None:
+        wanted = [(keys[index], keys[index - 1] if index else None, index) for index in lacking]
+    else:
+        wanted = [(keys[index], metas[index].parent, metas[index].index) for index in lacking]
+    row = blocks.allocate_row(room.space, wanted) if len(wanted) > 1 else None
+    for position, index in enumerate(lacking):
+        block = blocks.allocate(room.space, *wanted[position], room.space.run_bytes) if row is None else row[position]
         if block is None:
             return not whole
-        block.tokens = meta.tokens
+        if metas is not None:
+            block.tokens = metas[index].tokens
         room.blocks[index] = block
     return True
 
@@ -140,17 +144,22 @@ def free_room(blocks: Blocks, room: Room) -> None:
     room.tail = None
 
 
-def finish_runs(blocks: Blocks, room: Room, block: Block, runs: int, on_finished: Callable[[Room], None]) -> None:
-    """These runs (bitmask) of one of the room's own blocks are complete, their checksums noted."""
-    was_complete = block.is_complete
-    block.complete |= runs
-    if was_complete or not block.is_complete:
-        return
-    room.unfinished -= 1
-    if block.key is not None:
-        blocks.promote(block)
-    if not room.unfinished:
-        on_finished(room)
+def finish_runs(
+    blocks: Blocks, room: Room, written: Iterable[tuple[Block, int]], on_finished: Callable[[Room], None]
+) -> None:
+    """Of each of these own blocks of the room, these runs (bitmask) are complete, their checksums noted."""
+    finished = []
+    for block, runs in written:
+        whole = (1 << block.space.runs) - 1
+        if block.complete != whole:
+            block.complete |= runs
+            if block.complete == whole:
+                finished.append(block)
+    if finished:
+        room.unfinished -= len(finished)
+        blocks.promote([block for block in finished if block.key is not None])
+        if not room.unfinished:
+            on_finished(room)
 
 
 def mask_of(block: Block, first: int, count: int) -> int:

@@ -52,7 +52,7 @@ class _Volume:
 
 
 class Shelf:
-    def __init__(self, lock: threading.Condition, blocks: Blocks, note: Callable[[Change], None]) -> None:
+    def __init__(self, lock: threading.Condition, blocks: Blocks, note: Callable[[Sequence[Change]], None]) -> None:
         self._lock = lock
         self._blocks = blocks
         self._note = note
@@ -108,8 +108,7 @@ class Shelf:
                         tier.came_elsewhere(name)
             if is_late:
                 volume.lru.pin([name for name in fresh if name in self.pinned])
-                for name in fresh:
-                    self._note(Change(True, name, Tier.SSD))
+                self._note([Change(True, name, Tier.SSD) for name in fresh])
                 self.pressed()
             return number
 
@@ -163,7 +162,7 @@ class Shelf:
                 if is_written:
                     self._add(volume, shelved)
                     self._counts["ssd_saves"] += 1
-                    self._note(Change(True, shelved.name, Tier.SSD))
+                    self._note([Change(True, shelved.name, Tier.SSD)])
                 else:
                     self._leaving.pop(shelved.name, None)
                     volume.extents.release(shelved.offset)
@@ -408,11 +407,12 @@ class Shelf:
         if name not in self._blocks.resident:
             for tier in self._tiers():
                 tier.left_elsewhere(name)
-        self._note(Change(False, name, Tier.SSD))
+        self._note([Change(False, name, Tier.SSD)])
 
-    def _came_to_dram(self, name: Name) -> None:
+    def _came_to_dram(self, names: Sequence[Name]) -> None:
         for volume in self._volumes:
-            volume.lru.came_elsewhere(name)
+            for name in names:
+                volume.lru.came_elsewhere(name)
 
     def _left_dram(self, name: Name) -> None:
         if name not in self._shelved:

@@ -49,15 +49,18 @@ class Watches:
         """Who waits now."""
         return len(self._left)
 
-    def _settled(self, name: Name) -> None:
-        if name in self._blocks.filling and name not in self._blocks.resident:
+    def _settled(self, names: Sequence[Name]) -> None:
+        if not self._watching:
             return
-        for watch in self._watching.pop(name, ()):
-            left = self._left[watch]
-            left.discard(name)
-            if not left:
-                del self._left[watch]
-                watch.set_result(None)
+        for name in names:
+            if name in self._blocks.filling and name not in self._blocks.resident:
+                continue
+            for watch in self._watching.pop(name, ()):
+                left = self._left[watch]
+                left.discard(name)
+                if not left:
+                    del self._left[watch]
+                    watch.set_result(None)
 
     def _forget(self, name: Name, watch: Watch) -> None:
         watching = self._watching[name]
