@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moonpool.bench.figures import BATCH, KIB, LOCAL, MIB, OURS, PEER, REMOTE, Case, Figures
-from moonpool.bench.limits import SOCKETS_VERIFIED
+from moonpool.bench.limits import SOCKETS_SUMMED, SOCKETS_VERIFIED
 from moonpool.bench.result import Bar, bar
 from moonpool.bench.ssd import PLACE as SSD
 from moonpool.bench.ssd import RAW_READ, RAW_WRITE
@@ -37,10 +37,10 @@ def _against_peer(figures: Figures, lack: str) -> list[Bar]:
 
 
 def _against_sockets(figures: Figures) -> list[Bar]:
-    cases = [Case(REMOTE, do, 8 * MIB, BATCH) for do in ("put", "get")]
     return [
-        bar(f"{case.place}: {case}, of {SOCKETS_VERIFIED}", figures.share(case, SOCKETS_VERIFIED), LIMIT_SHARE)
-        for case in cases
+        bar(f"{case.place}: {case}, of {limit}", figures.share(case, limit), LIMIT_SHARE)
+        for do, limit in (("put", SOCKETS_SUMMED), ("get", SOCKETS_VERIFIED))
+        for case in (Case(REMOTE, do, 8 * MIB, BATCH),)
     ]
 
 

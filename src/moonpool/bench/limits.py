@@ -1,7 +1,8 @@
 """What the machine gives at most, measured in the run that it is compared with: memory, sockets, disk.
 
-The sockets' limit is two connections over loopback, a thread each, nothing but `sendall` and `recv_into` in pieces of
-1 MiB from one buffer into another; and the same with xxh3-64 of every block at the receiver, taken piece by piece while
+The sockets' limit is two connections over loopback, set up as the pool's own are to a neighbour, a thread each, nothing
+but `sendall` and `recv_into` in pieces of 1 MiB from one buffer into another; and the same with xxh3-64 of every block
+at the receiver (as for a get, whose sums are there already) or at both ends (as for a put), taken piece by piece while
 the piece is still in the cache. For calls that wait for each other: one connection, a question of some bytes, and for
 an answer as much as one call moves, verified, before the next question.
 """
@@ -24,15 +25,17 @@ import xxhash
 from moonpool.bench.process import running
 from moonpool.bench.walk import Buffers, Bytes, pattern
 from moonpool.errors import MoonpoolError
+from moonpool.messenger.neighbour import Neighbour
 
 COPY = "memory copy, one thread"
 SOCKETS = "two sockets"
 SOCKETS_VERIFIED = "two sockets with each block verified by xxh3-64"
+SOCKETS_SUMMED = "two sockets with each block summed up by xxh3-64, and verified"
 CALLS = "one socket, a question and {} verified"
 """What one call moves goes in."""
 CONNECTIONS = 2
-_WANTED = struct.Struct("<QQ")
-"""First byte of the walk, and how many."""
+_WANTED = struct.Struct("<QQ?")
+"""First byte of the walk, how many, and whether the sender sums them up."""
 PIECE_BYTES = 1 << 20
 SOCKET_SECONDS = 30.0
 
@@ -54,15 +57,19 @@ class Loopback:
         self._blocks = _blocks(buffers.target, block_bytes)
         self._sums = _sums(buffers.source, block_bytes)
 
-    def seconds(self, verify: bool) -> float:
-        """From the first question to the last byte (verified). Raises MoonpoolError for wrong bytes or none."""
+    def seconds(self, verify: bool, sum_up: bool = False) -> float:
+        """From the first question to the last byte (verified; summed up by the sender too).
+
+        Raises MoonpoolError for wrong bytes or none.
+        """
         share = -(-len(self._blocks) // len(self._socks))
         failures: list[Exception] = []
 
         def receive(sock: socket.socket, first: int) -> None:
             try:
                 wanted = self._blocks[first : first + share]
-                sock.sendall(_WANTED.pack(first * self._block_bytes, sum(block.nbytes for block in wanted)))
+                nbytes = sum(block.nbytes for block in wanted)
+                sock.sendall(_WANTED.pack(first * self._block_bytes, nbytes, sum_up))
                 for index in range(first, min(first + share, len(self._blocks))):
                     _receive(sock, self._blocks[index], self._sums[index] if verify else None)
             except Exception as error:
@@ -93,7 +100,7 @@ class Loopback:
         )
         began = time.perf_counter()
         for target, expected in calls:
-            sock.sendall(_WANTED.pack(start, target.nbytes))
+            sock.sendall(_WANTED.pack(start, target.nbytes, False))
             _receive(sock, target, expected)
             start += target.nbytes
         return time.perf_counter() - began
@@ -116,6 +123,7 @@ def loopback(buffers: Buffers, block_bytes: int, folder: Path) -> Iterator[Loopb
         for _ in range(CONNECTIONS):
             sock = stack.enter_context(socket.create_connection(("127.0.0.1", int(port)), SOCKET_SECONDS))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            Neighbour.of(sock)
             socks.append(sock)
         yield Loopback(socks, buffers, block_bytes)
 
@@ -126,9 +134,15 @@ def send_when_asked(nbytes: int) -> None:
 
     def send(sock: socket.socket) -> None:
         with sock:
+            neighbour = Neighbour.of(sock)
             while question := sock.recv(_WANTED.size, socket.MSG_WAITALL):
-                start, wanted = _WANTED.unpack(question)
+                start, wanted, sums_up = _WANTED.unpack(question)
+                digest = xxhash.xxh3_64()
+                if neighbour is not None:
+                    neighbour.step_aside()
                 for piece in _blocks(walk[start : start + wanted], PIECE_BYTES):
+                    if sums_up:
+                        digest.update(piece.data)
                     sock.sendall(piece.data)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -187,10 +187,12 @@ def _measure_limits(figures: Figures, plan: Plan, buffers: Buffers, folder: Path
         for turn in range(plan.repetitions + 1):
             copied = limits.copy_seconds(buffers)
             plain, verified = sockets.seconds(verify=False), sockets.seconds(verify=True)
+            summed = sockets.seconds(verify=True, sum_up=True)
             if turn:
                 figures.add_limit(limits.COPY, copied)
                 figures.add_limit(limits.SOCKETS, plain)
                 figures.add_limit(limits.SOCKETS_VERIFIED, verified)
+                figures.add_limit(limits.SOCKETS_SUMMED, summed)
             for size in CALL_SIZES:
                 took = sockets.call_seconds(size)
                 if turn:
