@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import xxhash
 
 from moonpool.bench.process import running
@@ -28,6 +29,7 @@ from moonpool.errors import MoonpoolError
 from moonpool.messenger.neighbour import Neighbour
 
 COPY = "memory copy, one thread"
+SHARED_COPY = "memory copy, two threads"
 SOCKETS = "two sockets"
 SOCKETS_VERIFIED = "two sockets with each block verified by xxh3-64"
 SOCKETS_SUMMED = "two sockets with each block summed up by xxh3-64, and verified"
@@ -44,6 +46,22 @@ def copy_seconds(buffers: Buffers) -> float:
     """One copy of all of the buffer by one thread."""
     began = time.perf_counter()
     buffers.target[:] = buffers.source
+    return time.perf_counter() - began
+
+
+def shared_copy_seconds(buffers: Buffers) -> float:
+    """The same by two threads, each its half, in pieces of 1 MiB."""
+    pairs = list(zip(_blocks(buffers.target, PIECE_BYTES), _blocks(buffers.source, PIECE_BYTES), strict=True))
+
+    def copy(some: Sequence[tuple[Bytes, Bytes]]) -> None:
+        for target, source in some:
+            np.copyto(target, source)
+
+    helper = threading.Thread(target=copy, args=(pairs[len(pairs) // 2 :],), name="limit", daemon=True)
+    began = time.perf_counter()
+    helper.start()
+    copy(pairs[: len(pairs) // 2])
+    helper.join()
     return time.perf_counter() - began
 
 

@@ -185,11 +185,12 @@ def _measure_case(
 def _measure_limits(figures: Figures, plan: Plan, buffers: Buffers, folder: Path, step: Callable[[], None]) -> None:
     with limits.loopback(buffers, BLOCK, folder) as sockets:
         for turn in range(plan.repetitions + 1):
-            copied = limits.copy_seconds(buffers)
+            copied, shared = limits.copy_seconds(buffers), limits.shared_copy_seconds(buffers)
             plain, verified = sockets.seconds(verify=False), sockets.seconds(verify=True)
             summed = sockets.seconds(verify=True, sum_up=True)
             if turn:
                 figures.add_limit(limits.COPY, copied)
+                figures.add_limit(limits.SHARED_COPY, shared)
                 figures.add_limit(limits.SOCKETS, plain)
                 figures.add_limit(limits.SOCKETS_VERIFIED, verified)
                 figures.add_limit(limits.SOCKETS_SUMMED, summed)
