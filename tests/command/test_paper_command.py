@@ -51,7 +51,7 @@ def test_a_folder_of_traces_gives_chapters(
         "§5, table 3 and figure 9",
     ]
     balanced = next(f for f in report["chapters"][2]["findings"] if f["what"] == "mean TTFT, load-balance")
-    assert 54 < float(balanced["ours"].split()[0]) < 67, "the load is chosen by this figure"
+    assert 51 < float(balanced["ours"].split()[0]) < 70, "the load is chosen by this figure"
     placements = [f["what"] for f in report["chapters"][2]["findings"] if f["what"].startswith("mean TTFT")]
     assert len(placements) == 5, "the paper's, and the default"
     assert "hit ratios of a.jsonl" in told

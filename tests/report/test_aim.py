@@ -34,3 +34,9 @@ def test_the_nearest_is_taken_where_the_figure_jumps() -> None:
 def test_a_figure_that_never_gets_there_ends() -> None:
     aim = Aim(60.0, 0.05)
     assert looks(aim, lambda speed: 1.0) == MOST_LOOKS
+
+
+def test_a_figure_that_is_no_straight_line_takes_few_looks() -> None:
+    """Refusals begin late and then rise fast: from one side alone a straight line would creep."""
+    aim = Aim(0.182, 0.05, 3.31)
+    assert looks(aim, lambda speed: min(0.16 + 4.0 * max(speed - 3.32, 0.0) ** 2, 0.9)) <= 7

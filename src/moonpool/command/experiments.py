@@ -26,7 +26,7 @@ PLACEMENTS: tuple[PlacementPolicy, ...] = ("random", "load-balance", "cache-awar
 """Those of figure 8, and the default."""
 DECODE_SHARE = 8
 """One of so many machines decodes in overload: with as many as prefill, this hardware never lacks any."""
-SATURATED_WITHIN, REFUSED_WITHIN = 0.1, 0.06
+SATURATED_WITHIN, REFUSED_WITHIN = 0.15, 0.08
 """How far from the figure that chooses the load an experiment may be, relative; the figures beside it are measured
 there, and say how far off it is."""
 MISSED = 0.8

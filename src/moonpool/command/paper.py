@@ -30,7 +30,7 @@ from moonpool.trace.read import TraceFile
 
 JITTER = 3.0
 """Seconds: the traces come in batches of three."""
-SLICE = 4000
+SLICE = 3000
 """Requests of each seed: with fewer, queues have no time to grow as they do in the whole trace."""
 LEAST_REQUESTS = 1000
 """A trace of fewer is a sample."""

@@ -14,7 +14,8 @@ MOST_LOOKS = 12
 
 
 class Aim:
-    """Ask `speed`, tell what the figure was there, until `is_over`: by straight lines between the nearest two."""
+    """Ask `speed`, tell what the figure was there, until `is_over`: by straight lines between the nearest two, and in
+    the middle after two that were off on the same side, for the figure may be nowhere near a straight line."""
 
     def __init__(self, wanted: float, tolerance: float, start: float = 1.0) -> None:
         """`tolerance`: relative to `wanted`, how far off the figure may be."""
@@ -29,6 +30,8 @@ class Aim:
         """(speed, figure): the highest known with too little."""
         self._above: tuple[float, float] | None = None
         self._looks = 0
+        self._on_one_side = 0
+        """So many looks in a row were too low, or minus so many too high."""
 
     def tell(self, figure: float) -> None:
         """What came at `speed`."""
@@ -38,8 +41,10 @@ class Aim:
             self._off, self.found = off, self.speed
         if figure <= self._wanted:
             self._below = (self.speed, figure)
+            self._on_one_side = max(self._on_one_side, 0) + 1
         else:
             self._above = (self.speed, figure)
+            self._on_one_side = min(self._on_one_side, 0) - 1
         self.is_over = off <= self._tolerance or self._looks >= MOST_LOOKS
         if self._below is None:
             self.speed /= STRIDE
@@ -47,6 +52,6 @@ class Aim:
             self.speed *= STRIDE
         else:
             (low, less), (high, more) = self._below, self._above
-            share = (self._wanted - less) / (more - less) if more > less else 0.5
+            share = (self._wanted - less) / (more - less) if more > less and abs(self._on_one_side) < 2 else 0.5
             self.speed = low + (high - low) * min(max(share, EDGE), 1 - EDGE)
             self.is_over |= high <= low * NARROW
