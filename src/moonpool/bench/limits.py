@@ -4,7 +4,8 @@ The sockets' limit is two connections over loopback, set up as the pool's own ar
 but `sendall` and `recv_into` in pieces of 1 MiB from one buffer into another; and the same with xxh3-64 of every block
 at the receiver (as for a get, whose sums are there already) or at both ends (as for a put), taken piece by piece while
 the piece is still in the cache. For calls that wait for each other: one connection, a question of some bytes, and for
-an answer as much as one call moves, verified, before the next question.
+an answer as much as one call moves, verified, before the next question; or as much as one call moves, summed up and
+sent, and for an answer the sum that was found over there.
 """
 
 from __future__ import annotations
@@ -34,10 +35,13 @@ SOCKETS = "two sockets"
 SOCKETS_VERIFIED = "two sockets with each block verified by xxh3-64"
 SOCKETS_SUMMED = "two sockets with each block summed up by xxh3-64, and verified"
 CALLS = "one socket, a question and {} verified"
+CALLS_BACK = "one socket, {} summed up, sent and verified, and an answer"
 """What one call moves goes in."""
 CONNECTIONS = 2
-_WANTED = struct.Struct("<QQ?")
-"""First byte of the walk, how many, and whether the sender sums them up."""
+_WANTED = struct.Struct("<QQB")
+"""First byte of the walk, how many, and what is to be done."""
+_SEND, _SEND_SUMMED, _TAKE = range(3)
+_SUM = struct.Struct("<Q")
 PIECE_BYTES = 1 << 20
 SOCKET_SECONDS = 30.0
 
@@ -87,7 +91,7 @@ class Loopback:
             try:
                 wanted = self._blocks[first : first + share]
                 nbytes = sum(block.nbytes for block in wanted)
-                sock.sendall(_WANTED.pack(first * self._block_bytes, nbytes, sum_up))
+                sock.sendall(_WANTED.pack(first * self._block_bytes, nbytes, _SEND_SUMMED if sum_up else _SEND))
                 for index in range(first, min(first + share, len(self._blocks))):
                     _receive(sock, self._blocks[index], self._sums[index] if verify else None)
             except Exception as error:
@@ -118,9 +122,24 @@ class Loopback:
         )
         began = time.perf_counter()
         for target, expected in calls:
-            sock.sendall(_WANTED.pack(start, target.nbytes, False))
+            sock.sendall(_WANTED.pack(start, target.nbytes, _SEND))
             _receive(sock, target, expected)
             start += target.nbytes
+        return time.perf_counter() - began
+
+    def call_back_seconds(self, call_bytes: int) -> float:
+        """The other way: `call_bytes` after `call_bytes` go over, each answered with its sum. Raises MoonpoolError."""
+        sock, start = self._socks[0], 0
+        began = time.perf_counter()
+        for block in _blocks(self._buffers.source, call_bytes):
+            sock.sendall(_WANTED.pack(start, block.nbytes, _TAKE))
+            digest = xxhash.xxh3_64()
+            for piece in _blocks(block, PIECE_BYTES):
+                digest.update(piece.data)
+                sock.sendall(piece.data)
+            if sock.recv(_SUM.size, socket.MSG_WAITALL) != _SUM.pack(digest.intdigest()):
+                raise MoonpoolError("other bytes came out of the raw sockets than were sent")
+            start += block.nbytes
         return time.perf_counter() - began
 
 
@@ -147,27 +166,33 @@ def loopback(buffers: Buffers, block_bytes: int, folder: Path) -> Iterator[Loopb
 
 
 def send_when_asked(nbytes: int) -> None:
-    """The other process: each connection sends what of the walk it is asked for, until stdin ends."""
+    """The other process: each connection sends what of the walk it is asked for, or takes it, until stdin ends."""
     walk = pattern(nbytes)
+    taken = np.zeros(nbytes, np.uint8)
 
-    def send(sock: socket.socket) -> None:
+    def serve(sock: socket.socket) -> None:
         with sock:
             neighbour = Neighbour.of(sock)
             while question := sock.recv(_WANTED.size, socket.MSG_WAITALL):
-                start, wanted, sums_up = _WANTED.unpack(question)
+                start, wanted, order = _WANTED.unpack(question)
                 digest = xxhash.xxh3_64()
                 if neighbour is not None:
                     neighbour.step_aside()
-                for piece in _blocks(walk[start : start + wanted], PIECE_BYTES):
-                    if sums_up:
+                for piece in _blocks((taken if order == _TAKE else walk)[start : start + wanted], PIECE_BYTES):
+                    if order == _TAKE:
+                        sock.recv_into(piece.data, 0, socket.MSG_WAITALL)
+                    if order != _SEND:
                         digest.update(piece.data)
-                    sock.sendall(piece.data)
+                    if order != _TAKE:
+                        sock.sendall(piece.data)
+                if order == _TAKE:
+                    sock.sendall(_SUM.pack(digest.intdigest()))
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         print(listener.getsockname()[1], flush=True)
         for number in range(CONNECTIONS):
             sock, _ = listener.accept()
-            threading.Thread(target=send, args=(sock,), name=f"sender {number}", daemon=True).start()
+            threading.Thread(target=serve, args=(sock,), name=f"sender {number}", daemon=True).start()
         sys.stdin.read()
 
 

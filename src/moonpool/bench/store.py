@@ -195,9 +195,10 @@ def _measure_limits(figures: Figures, plan: Plan, buffers: Buffers, folder: Path
                 figures.add_limit(limits.SOCKETS_VERIFIED, verified)
                 figures.add_limit(limits.SOCKETS_SUMMED, summed)
             for size in CALL_SIZES:
-                took = sockets.call_seconds(size)
+                took, back = sockets.call_seconds(size), sockets.call_back_seconds(size)
                 if turn:
                     figures.add_limit(limits.CALLS.format(size_name(size)), took)
+                    figures.add_limit(limits.CALLS_BACK.format(size_name(size)), back)
             step()
 
 
