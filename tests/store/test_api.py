@@ -85,6 +85,16 @@ def test_views_are_read_only_and_begin_with_a_page(space: Space) -> None:
             block[0] = 1
 
 
+def test_buffers_of_nothing_between_others_and_at_the_end_are_no_end(pool: Client) -> None:
+    # Where a group of buffers is full just before one: nothing is to be received then.
+    size = 1 << 20
+    space = pool.space("large blocks", block_bytes=size)
+    data, target, nothing = bytes(range(256)) * (size // 256), np.zeros(size, np.uint8), np.empty(0, np.uint8)
+    assert space.put_from(K[0], [b"", data, b""])
+    assert space.get_into(K[0], [nothing, target[:100], nothing, target[100:], nothing])
+    assert target.tobytes() == data
+
+
 def test_layers_are_gathered_and_scattered(space: Space) -> None:
     whole = bytes_of(K[0]).reshape(SPACE.runs, -1)
     assert space.put_from(K[0], [*whole])

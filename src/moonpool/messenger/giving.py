@@ -150,19 +150,20 @@ def receive(channel: Channel, blocks: Iterable[Sequence[Bytes]], run_bytes: int,
     """Runs of the blocks whose bytes are not all there."""
     given = 0
     for pieces in blocks:
-        under_way.append(sum([piece.nbytes for piece in pieces]) // run_bytes)
+        nbytes = 0
         for piece in pieces:
             view = piece.data
-            while len(view):
-                if len(view) <= room:
-                    part, view = view, view[:0]
-                else:
-                    part, view = view[:room], view[room:]
-                group.append(part)
-                room -= len(part)
-                if not room or len(group) == MAX_BUFFERS:
-                    _receive_group(channel, group, digests, until)
-                    room, group = PIECE_BYTES, []
+            nbytes += len(view)
+            while len(view) > room:
+                _receive_group(channel, [*group, view[:room]], digests, until)
+                view, room, group = view[room:], PIECE_BYTES, []
+            if len(view):
+                group.append(view)
+                room -= len(view)
+            if not room or len(group) == MAX_BUFFERS:
+                _receive_group(channel, group, digests, until)
+                room, group = PIECE_BYTES, []
+        under_way.append(nbytes // run_bytes)
         while under_way and len(digests.checksums) >= given + under_way[0]:
             yield digests.checksums[given : (given := given + under_way.popleft())]
     if group:

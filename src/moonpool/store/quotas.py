@@ -50,4 +50,6 @@ class Quotas:
 
 
 def bytes_of(blocks: Iterable[Block | None]) -> int:
-    return sum(page_aligned(block.nbytes) for block in blocks if block is not None)
+    """`blocks`: whole ones of one key space."""
+    there = [block for block in blocks if block is not None]
+    return len(there) * page_aligned(there[0].nbytes) if there else 0
