@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moonpool.core import why
-from moonpool.core.conductor import ConductorConfig
+from moonpool.core.conductor import Conductor, ConductorConfig
 from moonpool.core.vocabulary import PartId, PartKind, RequestId
 from moonpool.core.why import Why
 from tests.core.conductor_scene import Scene, arrival, gateway, node, worker
@@ -51,6 +51,19 @@ def test_requests_that_wait_say_for_what_and_how_long() -> None:
     assert waiting.times > 3
     assert waiting.last_at - waiting.first_at > 1.0
     assert scene.conductor.weighings(RequestId("a")) == ()
+
+
+def test_nothing_is_noted_where_nobody_asks() -> None:
+    scene = Scene(1, ConductorConfig())
+    scene.conductor = Conductor(ConductorConfig(), 1, explains=False)
+    scene.start(gateway())
+    scene.request(arrival("a", time_left=5.0))
+    for registered in (node(0), worker(PartKind.PREFILL, 0), worker(PartKind.DECODE, 0)):
+        scene.start(registered)
+    scene.request(arrival("b"))
+    scene.run(5.0)
+    for id_ in (RequestId("a"), RequestId("b")):
+        assert scene.conductor.weighings(id_) == scene.conductor.waitings(id_) == ()
 
 
 def test_only_so_many_requests_attempts_and_options_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

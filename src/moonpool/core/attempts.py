@@ -39,14 +39,20 @@ _Found = tuple[Request, Placement] | None
 
 class Attempts:
     def __init__(
-        self, config: ConductorConfig, seed: int, fleet: Fleet, directory: Directory, out: list[act.Action]
+        self,
+        config: ConductorConfig,
+        seed: int,
+        fleet: Fleet,
+        directory: Directory,
+        out: list[act.Action],
+        explains: bool = True,
     ) -> None:
         self.requests = Requests(Classes(config.classes, config.slo))
         self.endings = Endings(config, fleet, self.requests, out)
         self._outlook = Outlook(fleet)
         self._gate = Gate(config, fleet, self._outlook)
         self._adoption = Adoption(config, fleet, self.requests, self._outlook, out)
-        self.why = Why()
+        self.why = Why(explains)
         self.sweeper = Sweeper(fleet, directory, config.transfer_cost, self.endings.decisions, out)
         self._displacing = Displacing(config, fleet, self.requests, self.endings)
         self._config = config
@@ -87,6 +93,8 @@ class Attempts:
     def serve_held(self, now: float) -> None:
         """All that are held, in order of their turns; one that waited long enough is not overtaken by its rank."""
         self.endings.may_serve = False
+        if not self.requests.count(Phase.HELD):
+            return
         closed: dict[str, int] = {}
         turned_away: dict[str, list[tuple[int, int, int, bool]]] = {}
         for request in self.requests.held():

@@ -33,14 +33,17 @@ _TIMER_SLACK = 1e-3
 
 
 class Conductor:
-    """`seed` drives the `random` policy only; equal seeds and events give equal actions."""
+    """`seed` drives the `random` policy only; equal seeds and events give equal actions.
 
-    def __init__(self, config: ConductorConfig, seed: int) -> None:
+    `explains`: False where nobody asks for `weighings` and `waitings`, and nothing is noted for them.
+    """
+
+    def __init__(self, config: ConductorConfig, seed: int, *, explains: bool = True) -> None:
         self._config = config
         self._out: list[act.Action] = []
         self._fleet = Fleet()
         self._directory = Directory()
-        self._attempts = Attempts(config, seed, self._fleet, self._directory, self._out)
+        self._attempts = Attempts(config, seed, self._fleet, self._directory, self._out, explains)
         # A worker that restarts is as fast as it was, so what was learned of it stays; ids are configured names.
         self._prefill_costs: dict[PartId, PrefillCost] = {}
         self._decode_costs: dict[PartId, DecodeCost] = {}

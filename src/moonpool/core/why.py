@@ -118,11 +118,15 @@ class _Notes:
 class Why:
     """No part of what a journal's segment begins with: it explains the past and decides nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, keeps: bool = True) -> None:
+        """`keeps`: False to note nothing."""
+        self._keeps = keeps
         self._notes: OrderedDict[RequestId, _Notes] = OrderedDict()
         self._options = 0
 
     def weighed(self, request: Request, options: Options, choice: Choice, verdict: Verdict, now: float) -> None:
+        if not self._keeps:
+            return
         notes = self._of(request.id)
         view = options.view
         coefficients = [o.cost.fit.coefficients for o in view.prefill] if len(view.prefill) <= EXACT_OPTIONS else None
@@ -142,6 +146,8 @@ class Why:
 
     def waits(self, request: Request, reason: str, now: float) -> None:
         """Why it is held; if something was weighed at this moment, then that is what came of it."""
+        if not self._keeps:
+            return
         notes = self._of(request.id)
         waits, weighed = notes.waits, notes.weighed
         if weighed and weighed[-1].at == now and weighed[-1].verdict is None:

@@ -100,7 +100,7 @@ class Simulation:
             ),
             heartbeat_limit=1e9,
         )
-        self._conductor = Conductor(config, setup.seed)
+        self._conductor = Conductor(config, setup.seed, explains=False)
         # At the same time, but after what happens now: nothing is told in the middle of something else.
         self._tell: Callable[[Event], None] = partial(self.clock.soon, self._handle)
         self._perform: dict[type[act.Action], Callable[[Any], None]] = {
