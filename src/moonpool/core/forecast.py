@@ -8,6 +8,7 @@ which share of them is left at a time: an answer that is longer than most of its
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from msgspec import Struct
@@ -78,6 +79,18 @@ class Curve:
             self._tokens[at] += tokens
             self.slices += slices
             self.tokens += tokens
+
+    def add_each(self, buckets: Iterable[int], slices: int, tokens: int) -> None:
+        """As `add` to one bucket after another, so much to each."""
+        all_slices, all_tokens, first, count = self._slices, self._tokens, self.first, 0
+        for bucket in buckets:
+            if bucket >= first:
+                at = bucket % BUCKETS
+                all_slices[at] += slices
+                all_tokens[at] += tokens
+                count += 1
+        self.slices += count * slices
+        self.tokens += count * tokens
 
     def until(self, bucket: int) -> tuple[int, int]:
         """Slices and tokens from now to the end of that bucket."""
@@ -225,7 +238,9 @@ class Ahead:
         return min(int(time / BUCKET_SECONDS), self._leaving.first + BUCKETS - 1)
 
     def _ends(self, stay: Stay, step: float) -> tuple[int, ...]:
-        return tuple([self._bucket(stay.joins_at + tokens * step) for tokens in stay.rest])
+        joins_at, last = stay.joins_at, self._leaving.first + BUCKETS - 1
+        ends = [int((joins_at + tokens * step) / BUCKET_SECONDS) for tokens in stay.rest]
+        return tuple([end if end < last else last for end in ends])
 
     def _unbook_coming(self, request: RequestId) -> None:
         stay = self.coming.pop(request)
@@ -243,5 +258,4 @@ class Ahead:
 
 
 def _add(ends: Curve, stay: Stay, sign: int) -> None:
-    for bucket in stay.ends:
-        ends.add(bucket, sign, sign * stay.tokens)
+    ends.add_each(stay.ends, sign, sign * stay.tokens)

@@ -41,6 +41,9 @@ MOST_RUNS = 4096
 """Numbers that are kept beyond twice those that are needed."""
 
 
+_CUTS = (KvLoaded, Dropped)
+
+
 @dataclass(slots=True)
 class _Run(Steps):
     """Steps under way."""
@@ -141,7 +144,7 @@ class SimDecode:
 
     def _feed(self, event: DecodeEvent) -> None:
         # What else comes changes neither the batch nor, before the run's end, who needs a page.
-        if isinstance(event, KvLoaded | Dropped):
+        if isinstance(event, _CUTS):
             self._cut()
         for action in self._instance.handle(event, self._clock.now):
             match action:
