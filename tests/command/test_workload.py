@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from moonpool.cli import app
 from moonpool.command.workload import Traffic, Workload
 from moonpool.errors import ConfigError, TraceError
+from moonpool.trace import index
 from moonpool.trace.kinds import COMMON, KINDS, OF_ONE_FAMILY
 
 
@@ -33,10 +37,43 @@ def test_a_trace_comes_in_order_and_again_at_another_speed(trace: Path) -> None:
 
 
 def test_ids_are_split_for_hardware_with_smaller_blocks(trace: Path) -> None:
-    first = next(Traffic(Workload(str(trace)), 64).requests())
+    first = next(iter(Traffic(Workload(str(trace)), 64).requests()))
     assert first.blocks == (*range(8), *range(8, 16))
     with pytest.raises(ConfigError, match="--block-size 512: must be a multiple of the hardware's own, 100 tokens"):
         Traffic(Workload(str(trace)), 100)
+
+
+FLAGS = Workload("", begin=1.0, until=9.0, first=6, scale_input=2.5, scale_output=2.0, jitter=3.0, speed=2.0)
+
+
+@pytest.mark.parametrize("block_tokens", [512, 64])
+@pytest.mark.parametrize("source", ["file", "synthetic:tool-and-agent?n=400&rate=30"])
+def test_what_is_not_kept_is_the_same(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, source: str, block_tokens: int
+) -> None:
+    workload = msgspec.structs.replace(FLAGS, source=str(trace) if source == "file" else source)
+    kept = Traffic(workload, block_tokens)
+    monkeypatch.setattr(index, "MOST_KEPT", 0)
+    read = Traffic(workload, block_tokens)
+    for speed, seed, first in ((None, 0, None), (0.5, 3, None), (1.0, 3, 4)):
+        mine, other = kept.requests(speed, seed, first), read.requests(speed, seed, first)
+        requests = list(mine)
+        assert requests == list(other) == list(other)
+        assert len(mine) == len(other) == len(requests) == (first or 6)
+        assert (other.first, other.last) == (requests[0].arrival, requests[-1].arrival)
+
+
+def test_what_can_be_read_only_once_is_a_mistake(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for name in (str(pipe), "-"):
+        done = CliRunner().invoke(app, ["simulate", name])
+        assert done.exit_code != 0
+        assert "a trace is read more than once" in done.output
+    packed = tmp_path / "trace.jsonl.gz"
+    packed.write_bytes(gzip.compress(b"{}"))
+    with pytest.raises(TraceError, match=r"is compressed; unpack it first .gunzip -k."):
+        Traffic(Workload(str(packed)), 512)
 
 
 def test_a_slice_without_requests_is_a_mistake(trace: Path) -> None:
@@ -92,7 +129,7 @@ def test_synthetic_requests_are_made_for_the_blocks_of_the_cluster() -> None:
     assert len(requests) == 30
     assert {len(request.blocks) for request in requests} == {250}
     assert requests == list(traffic.requests())
-    assert next(traffic.requests(speed=2.0)).arrival == 0.0
+    assert next(iter(traffic.requests(speed=2.0))).arrival == 0.0
 
 
 def test_generated_traces_are_those_that_are_simulated(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ import pytest
 from moonpool.core.settings import Decisions
 from moonpool.core.vocabulary import Slo
 from moonpool.report.goodput import Search, goodput
+from moonpool.report.outcomes import Outcome, Outcomes
 from moonpool.report.run import Run, run_of
-from moonpool.report.summary import Outcome
 
 
 @pytest.mark.parametrize("capacity", [0.07, 0.9, 1.0, 13.7])
@@ -32,7 +32,9 @@ def test_a_line_is_the_mean_over_seeds() -> None:
         outcomes = [
             Outcome(float(at), 100, 10, True, 9.0 if at < late else 1.0, 0.05, 0.05, 0.05, 0, 100) for at in range(101)
         ]
-        return run_of("x", seed, Slo(2.0, 0.1), outcomes, [], [], Decisions(), preemptions=0, busy=(0.0, 0.0))
+        return run_of(
+            "x", seed, Slo(2.0, 0.1), Outcomes.of(outcomes), [], [], Decisions(), preemptions=0, busy=(0.0, 0.0)
+        )
 
     line = goodput("x", 2.0, [run(1, 10), run(2, 20)])
     assert line.offered.mean == pytest.approx(1.01)

@@ -13,10 +13,10 @@ from moonpool.core.settings import Decisions
 from moonpool.core.vocabulary import Slo
 from moonpool.report.charts import Axes, Limit, Line, area_chart, bar_chart, label, line_chart, nice_ticks
 from moonpool.report.html import Page, page
+from moonpool.report.outcomes import Outcome, Outcomes
 from moonpool.report.rows import Column
 from moonpool.report.run import Run, Watched, run_of
 from moonpool.report.samples import Sample
-from moonpool.report.summary import Outcome
 
 SLO = Slo(10.0, 0.1)
 SECTIONS = (
@@ -43,7 +43,7 @@ def a_run(name: str, seed: int = 0, slower: float = 1.0) -> Run:
         Sample(float(at), 3.0 + at % 7, 9.0, 0.05 + at % 5 / 100, 0.09, 4.0, 9.0, 0.1, 0.5, (2, 3)) for at in range(100)
     ]
     watched = [Watched("<first> & most", 90), Watched("second", 9)]
-    return run_of(name, seed, SLO, outcomes, samples, watched, Decisions(), preemptions=0, busy=(0.5, 0.6))
+    return run_of(name, seed, SLO, Outcomes.of(outcomes), samples, watched, Decisions(), preemptions=0, busy=(0.5, 0.6))
 
 
 class Tags(HTMLParser):

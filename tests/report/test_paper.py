@@ -7,6 +7,7 @@ import msgspec
 from moonpool.core.cost import DecodeCoefficients, PrefillCoefficients
 from moonpool.core.settings import Decisions
 from moonpool.core.vocabulary import Slo
+from moonpool.report.outcomes import Outcome, Outcomes
 from moonpool.report.overload import overload_findings
 from moonpool.report.paper import (
     Finding,
@@ -17,7 +18,6 @@ from moonpool.report.paper import (
 )
 from moonpool.report.run import Run, run_of
 from moonpool.report.samples import Sample
-from moonpool.report.summary import Outcome
 
 PAPER = paper_figures()
 PREFILL = PrefillCoefficients(fixed=1e-3, per_token=1.1458e-4, per_token_squared=9.002e-10)
@@ -36,7 +36,9 @@ def run(ttft: float, refused: int = 0, anti: bool = True, late: int = 0) -> Run:
         Sample(float(at), 10.0 + at % 8, 20.0, 0.05 + sign * (at % 8) / 400, 0.1, batch=1.0, assigned=1.0)
         for at in range(100)
     ]
-    return run_of("x", 0, Slo(30.0, 0.1), outcomes, samples, [], Decisions(), preemptions=0, busy=(0.0, 0.0))
+    return run_of(
+        "x", 0, Slo(30.0, 0.1), Outcomes.of(outcomes), samples, [], Decisions(), preemptions=0, busy=(0.0, 0.0)
+    )
 
 
 def told(findings: tuple[Finding, ...], what: str) -> str:

@@ -6,11 +6,12 @@ import itertools
 import math
 
 import msgspec
+import numpy as np
 import pytest
 
 from moonpool.core.vocabulary import Slo
+from moonpool.report.outcomes import Outcome, Outcomes
 from moonpool.report.samples import MOST_SAMPLES, Recording, Sample, correlation, loads, swing
-from moonpool.report.summary import Outcome
 from moonpool.report.timeline import curve, timeline
 
 SLO = Slo(10.0, 0.1)
@@ -71,7 +72,7 @@ def test_a_timeline_counts_refusals_and_waste_by_arrival() -> None:
     late = change(good, arrived=59.0, completed=False, ttft=1.0, refusal="tbt-slo")
     early = change(good, arrived=60.0, completed=False, ttft=None, refusal="ttft-slo", cached_tokens=0)
     early = change(early, computed_tokens=0, fetched_tokens=0)
-    bins = timeline([good, late, early], SLO, bins=2)
+    bins = timeline(Outcomes.of([good, late, early]), SLO, bins=2)
     assert [b.time for b in bins] == [0.0, 30.0]
     first, second = bins
     assert (first.requests, first.attained, first.wasted_tokens) == (1, 1, 0)
@@ -81,7 +82,7 @@ def test_a_timeline_counts_refusals_and_waste_by_arrival() -> None:
 
 
 def test_a_curve_ends_at_the_share_that_has_a_value() -> None:
-    found = curve([1.0, 3.0, 2.0], 4, points=3)
+    found = curve(np.array([1.0, 3.0, 2.0]), 4, points=3)
     assert found.values == (1.0, 2.0, 3.0)
     assert found.share == 0.75
-    assert curve([], 4).share == 0.0
+    assert curve(np.empty(0), 4).share == 0.0

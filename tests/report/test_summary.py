@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from moonpool.core.vocabulary import Slo
-from moonpool.report.summary import Outcome, buckets, intervals_of, summarize
+from moonpool.report.outcomes import Outcome, Outcomes
+from moonpool.report.summary import buckets, intervals_of, summarize
 
 SLO = Slo(2.0, 0.1)
 GOOD = Outcome(
@@ -38,7 +39,7 @@ def test_a_summary_counts_goodput_and_waste() -> None:
     refused = change(
         GOOD, arrived=10.0, completed=False, ttft=None, refusal="ttft-slo", computed_tokens=0, cached_tokens=0
     )
-    found = summarize([GOOD, late, refused], SLO)
+    found = summarize(Outcomes.of([GOOD, late, refused]), SLO)
     assert (found.requests, found.completed, found.attained) == (3, 2, 1)
     assert found.refused == {"ttft-slo": 1}
     assert found.goodput_requests == pytest.approx(0.1)
@@ -47,7 +48,7 @@ def test_a_summary_counts_goodput_and_waste() -> None:
     assert (found.computed_tokens, found.wasted_tokens) == (140, 80)
     assert found.ttft.mean == pytest.approx(5.0)
     with pytest.raises(ValueError, match="no request"):
-        summarize([], SLO)
+        summarize(Outcomes(), SLO)
 
 
 def test_the_slowest_tenth_is_the_mean_of_the_longest() -> None:
@@ -63,15 +64,17 @@ def test_small_buckets_are_counted_with_a_neighbour() -> None:
         return [msgspec.structs.replace(GOOD, input_tokens=tokens)] * count
 
     many = of(1999, 200) + of(2000, 200) + of(8000, 250) + of(40_000, 200)
-    assert [(b.name, b.requests) for b in buckets(many, SLO)] == [
+    assert [(b.name, b.requests) for b in buckets(Outcomes.of(many), SLO)] == [
         ("0-2k", 200),
         ("2k-8k", 200),
         ("8k-32k", 250),
         ("over 32k", 200),
     ]
     few = of(100, 10) + of(3000, 300) + of(9000, 300) + of(40_000, 3)
-    assert [(b.name, b.requests, b.attained) for b in buckets(few, SLO)] == [
+    assert [(b.name, b.requests, b.attained) for b in buckets(Outcomes.of(few), SLO)] == [
         ("0-2k + 2k-8k", 310, 310),
         ("8k-32k + over 32k", 303, 303),
     ]
-    assert [(b.name, b.requests) for b in buckets(of(100, 3), SLO)] == [("0-2k + 2k-8k + 8k-32k + over 32k", 3)]
+    assert [(b.name, b.requests) for b in buckets(Outcomes.of(of(100, 3)), SLO)] == [
+        ("0-2k + 2k-8k + 8k-32k + over 32k", 3)
+    ]

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.core.coupled import COUPLED_MODES, CoupledInstance, CoupledMode
-from moonpool.sim.coupled_cluster import CoupledSetup, CoupledSimulation, Routing, run_coupled
+from moonpool.sim.coupled_cluster import CoupledSetup, Routing, run_coupled
 from moonpool.sim.profile import load_profile
 from moonpool.trace.request import TraceRequest
+from tests.sim.kept import KeptCoupled
 
 PROFILE = load_profile("a800-llama2-70b")
 
@@ -25,8 +26,8 @@ def small(
     return CoupledSetup(msgspec.structs.replace(PROFILE, **changes), workers, mode, chunk, routing)
 
 
-def run(setup: CoupledSetup, trace: list[TraceRequest]) -> CoupledSimulation:
-    simulation = CoupledSimulation(setup, trace)
+def run(setup: CoupledSetup, trace: list[TraceRequest]) -> KeptCoupled:
+    simulation = KeptCoupled(setup, trace)
     simulation.run()
     for worker in simulation.workers:
         worker.check_integrity()

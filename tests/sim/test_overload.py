@@ -11,9 +11,10 @@ from moonpool.core.admission import AdmissionPolicy
 from moonpool.core.conductor import ConductorConfig
 from moonpool.core.vocabulary import Slo
 from moonpool.report.summary import Summary, summarize
-from moonpool.sim.cluster import Setup, Simulation
+from moonpool.sim.cluster import Setup
 from moonpool.sim.profile import load_profile
 from moonpool.trace.request import TraceRequest
+from tests.sim.kept import Kept
 
 LIMITS = Slo(30.0, 0.1)
 # Room for some thirty requests: steps stay far below the limit, KV room is what runs out.
@@ -26,15 +27,15 @@ def trace(count: int = 300) -> list[TraceRequest]:
     return [TraceRequest(0.14 * n, rng.randint(1000, 3000), rng.randint(100, 500), ()) for n in range(count)]
 
 
-def simulate(admission: AdmissionPolicy, slo: Slo = LIMITS) -> tuple[Simulation, Summary]:
+def simulate(admission: AdmissionPolicy, slo: Slo = LIMITS) -> tuple[Kept, Summary]:
     config = ConductorConfig(placement="load-balance", admission=admission, slo=slo, queue_bound=10_000)
-    simulation = Simulation(Setup(PROFILE, 2, 1, config), trace())
+    simulation = Kept(Setup(PROFILE, 2, 1, config), trace())
     simulation.run()
-    return simulation, summarize([request.outcome() for request in simulation.requests], LIMITS)
+    return simulation, summarize(simulation.outcomes(), LIMITS)
 
 
 def test_forecast_serves_more_and_wastes_little() -> None:
-    runs: dict[str, tuple[Simulation, Summary]] = {}
+    runs: dict[str, tuple[Kept, Summary]] = {}
     policies: tuple[AdmissionPolicy, ...] = ("baseline", "early", "forecast")
     for admission in policies:
         runs[admission] = simulate(admission)

@@ -12,13 +12,14 @@ from moonpool.sim.pipeline import Stages, hop_seconds, of_group
 from moonpool.sim.profile import load_profile
 from moonpool.sim.unservable import idle_ttft
 from moonpool.trace.request import TraceRequest
+from tests.sim.kept import Kept
 
 PROFILE = load_profile("a800-llama2-70b")
 NONE = ConductorConfig(admission="none", queue_bound=10_000)
 
 
-def run(trace: list[TraceRequest], prefill: int, pipeline: int, decode: int = 1) -> Simulation:
-    simulation = Simulation(Setup(PROFILE, prefill, decode, NONE, pipeline=pipeline), trace)
+def run(trace: list[TraceRequest], prefill: int, pipeline: int, decode: int = 1) -> Kept:
+    simulation = Kept(Setup(PROFILE, prefill, decode, NONE, pipeline=pipeline), trace)
     simulation.run()
     for node in simulation.nodes.values():
         node.check_integrity()
@@ -88,7 +89,7 @@ def test_tight_limits_on_long_prompts_need_a_pipeline() -> None:
     trace = [TraceRequest(15.0 * i, 100_000, 5) for i in range(12)]
     attained = []
     for pipeline in (1, 4):
-        simulation = Simulation(Setup(PROFILE, 4, 1, config, pipeline=pipeline), trace)
+        simulation = Kept(Setup(PROFILE, 4, 1, config, pipeline=pipeline), trace)
         simulation.run()
         attained.append(sum(request.outcome().attains(slo) for request in simulation.requests))
     assert attained == [0, 12]

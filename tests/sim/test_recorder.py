@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from moonpool.core.conductor import ConductorConfig
-from moonpool.core.vocabulary import BlockKey, Slo
+from moonpool.core.vocabulary import Slo
+from moonpool.report.outcomes import Outcome
 from moonpool.report.samples import MOST_SAMPLES
-from moonpool.report.summary import Outcome
 from moonpool.sim.cluster import Setup, Simulation
 from moonpool.sim.profile import load_profile
 from moonpool.sim.recorder import Recorder, hottest_prefixes
+from moonpool.sim.request import SimRequest, key_of
 from moonpool.sim.run import run
+from moonpool.trace.arrivals import Arrivals
 from moonpool.trace.request import TraceRequest
+from tests.sim.kept import Kept
 
 PROFILE = load_profile("a800-llama2-70b")
 SETUP = Setup(PROFILE, 2, 2, ConductorConfig(admission="none", queue_bound=10_000, slo=Slo(30.0, 0.1)))
@@ -23,25 +27,33 @@ TRACE = [
 """Seven families of prompts, more than two instances keep apart: some prefixes have to be fetched."""
 
 
-def key(number: int) -> BlockKey:
-    return BlockKey(number.to_bytes(16, "big"))
-
-
 def test_recording_changes_nothing() -> None:
-    watched, alone = Simulation(SETUP, TRACE), Simulation(SETUP, TRACE)
-    recorder = Recorder(watched)
+    watched, alone = Kept(SETUP, TRACE), Kept(SETUP, TRACE)
+    recorder = Recorder(watched, Arrivals.of(TRACE))
     watched.run()
     alone.run()
     assert [r.outcome() for r in watched.requests] == [r.outcome() for r in alone.requests]
     assert 100 < len(recorder.samples) <= MOST_SAMPLES
 
 
-def test_what_is_folded_keeps_its_outcome() -> None:
-    kept, folded = Simulation(SETUP, TRACE), Simulation(SETUP, TRACE, folds=True)
-    kept.run()
-    folded.run()
-    assert [r.outcome() for r in folded.requests] == [r.outcome() for r in kept.requests]
-    assert not any(r.runs or r.keys for r in folded.requests)
+OVERLOAD = msgspec.structs.replace(
+    SETUP, decode=1, conductor=msgspec.structs.replace(SETUP.conductor, admission="baseline", slo=Slo(4.0, 0.02))
+)
+
+
+@pytest.mark.parametrize("deadline", [600.0, 6.0])
+def test_what_is_told_of_a_request_at_its_end_stays_so(deadline: float) -> None:
+    """Also of one that is refused while workers compute for it."""
+    setup = msgspec.structs.replace(OVERLOAD, deadline=deadline, profile=msgspec.structs.replace(PROFILE, slots=8))
+    trace = [TraceRequest(0.25 * at, 9000 + 500 * (at % 5), 90, ()) for at in range(80)]
+    told: dict[int, Outcome] = {}
+    kept: list[SimRequest] = []
+    simulation = Simulation(
+        setup, trace, kept.append, lambda request: told.setdefault(request.number, request.outcome()) and None
+    )
+    simulation.run()
+    assert [told[request.number] for request in kept] == [request.outcome() for request in kept]
+    assert any(outcome.refusal and outcome.computed_tokens for outcome in told.values())
 
 
 def test_loads_links_and_replicas_are_those_of_the_cluster() -> None:
@@ -56,15 +68,15 @@ def test_loads_links_and_replicas_are_those_of_the_cluster() -> None:
     assert 0 < max(s.link_use for s in samples) <= max(s.link_use_most for s in samples) <= 1
     assert sum(b.computed_tokens for b in done.over.bins) == summary.computed_tokens
     fetched = sum(b.fetched_tokens for b in done.over.bins)
-    assert fetched == sum(outcome.fetched_tokens for outcome in _outcomes())
+    assert fetched == _fetched()
     assert fetched > 0
     assert done.over.ttft.share == 1.0
 
 
 def test_a_prefix_that_all_go_on_with_is_one() -> None:
-    prompts = [(key(0), key(1), key(2), key(10 + at)) for at in range(10)] + [(key(0), key(50))] * 3
+    prompts = [(0, 1, 2, 10 + at) for at in range(10)] + [(0, 50)] * 3
     found = hottest_prefixes(prompts, 3)
-    assert [(p.key, p.depth, p.prompts) for p in found] == [(key(0), 1, 13), (key(1), 2, 10), (key(50), 2, 3)]
+    assert [(p.key, p.depth, p.prompts) for p in found] == [(key_of(0), 1, 13), (key_of(1), 2, 10), (key_of(50), 2, 3)]
     assert hottest_prefixes([], 3) == ()
 
 
@@ -74,7 +86,7 @@ def test_a_run_of_very_few_requests(count: int) -> None:
     assert done.summary.completed == count
 
 
-def _outcomes() -> list[Outcome]:
-    simulation = Simulation(SETUP, TRACE)
+def _fetched() -> int:
+    simulation = Kept(SETUP, TRACE)
     simulation.run()
-    return [request.outcome() for request in simulation.requests]
+    return sum(request.fetched_tokens for request in simulation.requests)

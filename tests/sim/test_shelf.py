@@ -8,11 +8,12 @@ from moonpool.core.conductor import ConductorConfig
 from moonpool.core.events import BlocksRemoved, BlocksStored
 from moonpool.core.vocabulary import BlockKey, KeySpace, KeySpaceId, Tier
 from moonpool.sim.clock import Link
-from moonpool.sim.cluster import Setup, Simulation
+from moonpool.sim.cluster import Setup
 from moonpool.sim.node import SimNode
 from moonpool.sim.profile import load_profile
 from moonpool.sim.shelf import SimShelf
 from moonpool.trace.request import TraceRequest
+from tests.sim.kept import Kept
 
 SPACE = KeySpace(KeySpaceId("51"), 512, 1, 1000)
 
@@ -73,7 +74,7 @@ def test_an_ssd_saves_computing() -> None:
             1,
             ConductorConfig(admission="none", queue_bound=1000),
         )
-        simulation = Simulation(setup, turns)
+        simulation = Kept(setup, turns)
         simulation.run()
         for node in simulation.nodes.values():
             node.check_integrity()

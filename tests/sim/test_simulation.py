@@ -20,17 +20,18 @@ from moonpool.core.decode import DecodeInstance
 from moonpool.core.placement import PLACEMENT_POLICIES
 from moonpool.core.vocabulary import Slo
 from moonpool.errors import ConfigError
-from moonpool.report.summary import Outcome
-from moonpool.sim.cluster import Setup, Simulation
+from moonpool.report.outcomes import Outcome
+from moonpool.sim.cluster import Setup
 from moonpool.sim.profile import Profile, load_profile, profile_names
 from moonpool.trace.request import TraceRequest
+from tests.sim.kept import Kept
 
 PROFILE = load_profile("a800-llama2-70b")
 NONE = ConductorConfig(admission="none", queue_bound=10_000)
 
 
-def run(setup: Setup, trace: list[TraceRequest]) -> Simulation:
-    simulation = Simulation(setup, trace)
+def run(setup: Setup, trace: list[TraceRequest]) -> Kept:
+    simulation = Kept(setup, trace)
     simulation.run()
     return simulation
 

@@ -8,18 +8,19 @@ from moonpool.core.conductor import ConductorConfig
 from moonpool.core.placement import PlacementPolicy
 from moonpool.core.vocabulary import BlockKey, KeySpace, KeySpaceId
 from moonpool.sim.clock import Link
-from moonpool.sim.cluster import Setup, Simulation
+from moonpool.sim.cluster import Setup
 from moonpool.sim.node import SimNode
 from moonpool.sim.profile import load_profile
 from moonpool.trace.request import TraceRequest
+from tests.sim.kept import Kept
 
 PROFILE = load_profile("a800-llama2-70b")
 SHARED = tuple(range(20))
 
 
-def simulated(trace: list[TraceRequest], placement: PlacementPolicy, instances: int = 4, **config: bool) -> Simulation:
+def simulated(trace: list[TraceRequest], placement: PlacementPolicy, instances: int = 4, **config: bool) -> Kept:
     conductor = ConductorConfig(placement=placement, admission="none", queue_bound=1 << 20, **config)  # type: ignore[arg-type]
-    simulation = Simulation(Setup(PROFILE, instances, instances, conductor), trace)
+    simulation = Kept(Setup(PROFILE, instances, instances, conductor), trace)
     simulation.run()
     for node in simulation.nodes.values():
         node.check_integrity()

@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from itertools import islice
 from typing import IO
 
 import msgspec
@@ -55,8 +54,11 @@ class Said(msgspec.Struct, frozen=True):
 class Runner:
     """Performs tasks one after another; a workload is read once."""
 
-    def __init__(self) -> None:
+    def __init__(self, traffic: Traffic | None = None) -> None:
+        """`traffic`: what was read already."""
         self._traffic: dict[tuple[Workload, int], Traffic] = {}
+        if traffic is not None:
+            self._traffic[traffic.workload, traffic.block_tokens] = traffic
 
     def perform(self, task: Task, on_progress: Callable[[int], None] = lambda over: None) -> Said:
         """Raises ConfigError or TraceError."""
@@ -68,7 +70,7 @@ class Runner:
         key = task.workload, task.setup.profile.block_tokens
         if key not in self._traffic:
             self._traffic[key] = Traffic(*key)
-        requests = list(islice(self._traffic[key].requests(task.speed, task.setup.seed), task.first))
+        requests = self._traffic[key].requests(task.speed, task.setup.seed, task.first)
         began = time.perf_counter()
         if task.goal is not None:
             trial = try_out(task.setup, requests, task.goal, on_progress)

@@ -41,6 +41,7 @@ from moonpool.report.run import Run
 from moonpool.report.summary import BUCKETS
 from moonpool.sim.cluster import Setup
 from moonpool.sim.unservable import unservable
+from moonpool.trace.arrivals import Arrivals
 from moonpool.trace.request import TraceRequest
 
 DEFAULT = ConductorConfig()
@@ -75,14 +76,14 @@ def measure(wanted: Wanted) -> int:
     seeds, profile = read_seeds(wanted.seeds), hardware_profile(wanted.hardware)
     contenders = _contenders(wanted)
     traffic = Traffic(wanted.workload, profile.block_tokens)
-    requests = list(traffic.requests(seed=seeds[0]))
-    with Runners(wanted.jobs or cores()) as runners, _progress() as progress:
+    requests = traffic.requests(seed=seeds[0])
+    with Runners(wanted.jobs or cores(), traffic) as runners, _progress() as progress:
         bar = progress.add_task("", total=1.0)
         contest = Contest(
             wanted.workload,
             seeds,
             runners,
-            lambda what, share: progress.update(bar, description=what, completed=share / max(len(requests), 1)),
+            lambda what, share: progress.update(bar, description=what, completed=share / len(requests)),
         )
         report = _report(wanted, contest, contenders, seeds, requests)
     if wanted.html is not None:
@@ -119,7 +120,7 @@ def _report(
     contest: Contest,
     contenders: Sequence[Contender],
     seeds: tuple[int, ...],
-    requests: Sequence[TraceRequest],
+    requests: Arrivals,
 ) -> ContestReport:
     default, others = contenders[0], contenders[1:]
     points = contest.coarse(contenders, wanted.start)
@@ -194,7 +195,7 @@ def _facts(wanted: Wanted, count: int, seeds: Sequence[int]) -> tuple[str, ...]:
     return tuple(facts)
 
 
-def _unservable(setup: Setup, requests: Sequence[TraceRequest]) -> tuple[Unservable, ...]:
+def _unservable(setup: Setup, requests: Arrivals) -> tuple[Unservable, ...]:
     def bucket(request: TraceRequest) -> str:
         return [name for name, start in BUCKETS if request.input_tokens >= start][-1]
 

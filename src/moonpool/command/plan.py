@@ -51,7 +51,7 @@ def make_plan(wanted: Wanted) -> int:
     profile, slo = hardware_profile(wanted.hardware), read_slo(wanted.slo)
     traffic = Traffic(wanted.workload, profile.block_tokens)
     requests = list(traffic.requests(seed=wanted.seed))
-    with Runners(wanted.jobs or cores()) as runners:
+    with Runners(wanted.jobs or cores(), traffic) as runners:
         planner = Planner(wanted, profile, slo, requests, runners)
         planned = plan(planner.among, planner.bounds, planner.look)
         seconds = time.perf_counter() - began

@@ -11,24 +11,31 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from moonpool.command.elsewhere import COMMAND, Runner, Said, Task, receive, send
+from moonpool.command.workload import Traffic
 from moonpool.errors import MoonpoolError
 
 Progress = Callable[[int, int], None]
 """(number of the task, requests that are over)."""
 
 
-def run_all(tasks: Sequence[Task], jobs: int, on_progress: Progress = lambda task, over: None) -> list[Said]:
+def run_all(
+    tasks: Sequence[Task],
+    jobs: int,
+    on_progress: Progress = lambda task, over: None,
+    traffic: Traffic | None = None,
+) -> list[Said]:
     """As `Runners.run`, of which there is one call only."""
-    with Runners(jobs) as runners:
+    with Runners(jobs, traffic) as runners:
         return runners.run(tasks, on_progress)
 
 
 class Runners:
     """Processes that take tasks until it is left, so that each reads a trace once; they start when they are needed."""
 
-    def __init__(self, jobs: int) -> None:
+    def __init__(self, jobs: int, traffic: Traffic | None = None) -> None:
+        """`traffic`: what was read already."""
         self._jobs = jobs
-        self._here = Runner()
+        self._here = Runner(traffic)
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Runners:

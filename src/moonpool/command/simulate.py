@@ -89,9 +89,9 @@ def simulate(wanted: Wanted) -> int:
     seeds, configurations = read_seeds(wanted.seeds), (*_configurations(wanted), *_coupled(wanted))
     # Read here too: mistakes are told before anything runs.
     traffic = Traffic(wanted.workload, configurations[0].setup.profile.block_tokens)
-    count = sum(1 for _ in traffic.requests(seed=seeds[0]))
+    count = len(traffic.requests(seed=seeds[0]))
     began = time.perf_counter()
-    columns = _run(wanted, configurations, seeds, count)
+    columns = _run(wanted, configurations, seeds, traffic)
     seconds = time.perf_counter() - began
     if wanted.html is not None:
         _write(wanted.html, page(Page("Moonpool: a simulated cluster", tuple(_facts(wanted, count, seeds)), columns)))
@@ -199,21 +199,22 @@ def _coupled(wanted: Wanted) -> tuple[Configuration, ...]:
 
 
 def _run(
-    wanted: Wanted, configurations: Sequence[Configuration], seeds: Sequence[int], count: int
+    wanted: Wanted, configurations: Sequence[Configuration], seeds: Sequence[int], traffic: Traffic
 ) -> tuple[Column, ...]:
     tasks = [
         Task(each.name, wanted.workload, msgspec.structs.replace(each.setup, seed=seed))
         for each in configurations
         for seed in seeds
     ]
-    said = run_with_progress(tasks, wanted.jobs or cores(), count)
+    count = len(traffic.requests(seed=seeds[0]))
+    said = run_with_progress(tasks, wanted.jobs or cores(), count, traffic)
     runs = [each.run for each in said if each.run is not None]
     size = len(seeds)
     return tuple(Column(each.name, tuple(runs[at * size : (at + 1) * size])) for at, each in enumerate(configurations))
 
 
-def run_with_progress(tasks: Sequence[Task], jobs: int, count: int) -> list[Said]:
-    """`count`: requests of each. Raises ConfigError, TraceError or MoonpoolError."""
+def run_with_progress(tasks: Sequence[Task], jobs: int, count: int, traffic: Traffic | None = None) -> list[Said]:
+    """`count`: requests of each; `traffic`: what was read already. Raises ConfigError, TraceError or MoonpoolError."""
     shown = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     console = Console(stderr=True)
     with Progress(*shown, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -229,7 +230,7 @@ def run_with_progress(tasks: Sequence[Task], jobs: int, count: int) -> list[Said
             progress.advance(everything, done - over[at])
             over[at] = done
 
-        return run_all(tasks, jobs, told)
+        return run_all(tasks, jobs, told, traffic)
 
 
 def _facts(wanted: Wanted, count: int, seeds: Sequence[int]) -> list[str]:

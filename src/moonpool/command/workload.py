@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,10 +12,12 @@ import msgspec
 import typer
 
 from moonpool.errors import ConfigError, TraceError
+from moonpool.trace.arrivals import Arrivals, extent
 from moonpool.trace.read import TraceFile
 from moonpool.trace.request import TraceRequest
 
 if TYPE_CHECKING:
+    from moonpool.trace.index import Index
     from moonpool.trace.synthesize import Synthetic
 
 PANEL = "What is sent"
@@ -39,10 +42,13 @@ class Workload(msgspec.Struct, frozen=True):
 
 
 class Traffic:
-    """A workload. A file is read once, when this is made; synthetic requests are drawn when they are asked for."""
+    """A workload. What is small is read or drawn once, when this is made; else anew whenever it is asked for, so that
+    no more than arrivals and places in the file are kept, however long it is."""
 
     def __init__(self, workload: Workload, block_tokens: int) -> None:
         """`block_tokens`: of the cluster that it is for. Raises ConfigError or TraceError."""
+        from moonpool.trace.index import few
+
         if workload.until is not None and workload.until <= workload.begin:
             raise ConfigError(f"--until {workload.until:g} must be later than --from {workload.begin:g}")
         if workload.block_size % block_tokens:
@@ -52,42 +58,69 @@ class Traffic:
         self.workload = workload
         self.block_tokens = block_tokens
         self.skipped, self.failed, self.first_skipped = 0, 0, ""
+        self._extents: dict[tuple[float, int, int | None], tuple[int, float, float]] = {}
+        """By speed, seed and how many at most: their number, the first and the last arrival."""
         self._synthetic = _synthetic(workload)
-        self._read = [] if self._synthetic else self._file()
+        self._index = None if self._synthetic else self._file()
+        self._kept = few(self._drawn()) if self._synthetic else None
 
-    def _file(self) -> list[TraceRequest]:
-        trace = TraceFile(Path(self.workload.source), self.workload.skip_bad)
-        read = sorted(trace, key=lambda request: request.arrival)
+    def _file(self) -> Index:
+        from moonpool.trace.index import Index
+
+        path = Path(self.workload.source)
+        if str(path) == "-" or (path.exists() and not path.is_file() and not path.is_dir()):
+            raise TraceError(f"{path} is no file; a trace is read more than once: write it to a file first")
+        trace = TraceFile(path, self.workload.skip_bad)
+        index = Index(trace)
         self.skipped, self.failed, self.first_skipped = trace.skipped, trace.failed, trace.first_skipped
-        if any(request.input_tokens < 1 for request in read):
-            raise TraceError(f"{trace.path} has a request without input tokens; a prompt has at least one")
-        return read
+        return index
 
-    def requests(self, speed: float | None = None, seed: int = 0) -> Iterator[TraceRequest]:
-        """In order of arrival, from time 0. `seed`: of the jitter. Raises TraceError where no request is left."""
+    def requests(self, speed: float | None = None, seed: int = 0, first: int | None = None) -> Arrivals:
+        """In order of arrival, from time 0. `seed`: of the jitter. `first`: so many at most.
+
+        Raises TraceError where no request is left.
+        """
+        speed = self.workload.speed if speed is None else speed
+        key = speed, seed, first
+        if key not in self._extents:
+            self._extents[key] = extent(islice(self._shaped(self._times(), speed, seed, bare=True), first))
+        count, begin, end = self._extents[key]
+        if not count:
+            raise TraceError(f"{self.workload.source} has no requests between --from and --until")
+        return Arrivals(lambda: islice(self._shaped(self._source(), speed, seed), first), count, begin, end)
+
+    def _shaped(
+        self, requests: Iterable[TraceRequest], speed: float, seed: int, bare: bool = False
+    ) -> Iterator[TraceRequest]:
+        """`bare`: only their arrivals are asked for."""
         from moonpool.trace.shape import Shape, reshape, split_blocks
-        from moonpool.trace.synthesize import synthesize
 
         wanted = self.workload
         shape = Shape(
             begin=wanted.begin,
             until=wanted.until,
             first=wanted.first,
-            scale_input=wanted.scale_input,
-            scale_output=wanted.scale_output,
+            scale_input=1.0 if bare else wanted.scale_input,
+            scale_output=1.0 if bare else wanted.scale_output,
             jitter=wanted.jitter,
-            speed=wanted.speed if speed is None else speed,
+            speed=speed,
         )
-        source = synthesize(self._synthetic) if self._synthetic else self._read
-        shaped = reshape(source, shape, wanted.block_size, seed)
-        if wanted.block_size != self.block_tokens:
-            shaped = split_blocks(shaped, wanted.block_size, self.block_tokens)
-        some = False
-        for request in shaped:
-            some = True
-            yield request
-        if not some:
-            raise TraceError(f"{wanted.source} has no requests between --from and --until")
+        shaped = reshape(requests, shape, wanted.block_size, seed)
+        if wanted.block_size == self.block_tokens or bare:
+            return shaped
+        return split_blocks(shaped, wanted.block_size, self.block_tokens)
+
+    def _source(self) -> Iterable[TraceRequest]:
+        return self._index or self._kept or self._drawn()
+
+    def _times(self) -> Iterable[TraceRequest]:
+        return self._index.times() if self._index else self._source()
+
+    def _drawn(self) -> Iterator[TraceRequest]:
+        from moonpool.trace.synthesize import synthesize
+
+        assert self._synthetic is not None
+        return synthesize(self._synthetic)
 
 
 def _synthetic(workload: Workload) -> Synthetic | None:
@@ -97,7 +130,8 @@ def _synthetic(workload: Workload) -> Synthetic | None:
     if not workload.source.startswith(PREFIX):
         return None
     found = parse_kind(workload.source.removeprefix(PREFIX))
-    return msgspec.structs.replace(found, block_tokens=workload.block_size)
+    count = found.requests if workload.first is None or workload.begin else min(found.requests, workload.first)
+    return msgspec.structs.replace(found, block_tokens=workload.block_size, requests=count)
 
 
 def with_workload(command: Callable[..., int]) -> Callable[..., int]:

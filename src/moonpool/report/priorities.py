@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from msgspec import Struct
 
 from moonpool.core.classes import Classes
 from moonpool.core.vocabulary import Slo
-from moonpool.report.summary import Outcome, Spread, summarize
+from moonpool.report.outcomes import Outcomes
+from moonpool.report.summary import Spread, summarize
 
 
 class ClassWorth(Struct, frozen=True):
@@ -23,12 +22,13 @@ class ClassWorth(Struct, frozen=True):
     ttft: Spread
 
 
-def by_class(outcomes: Sequence[Outcome], classes: Classes) -> tuple[ClassWorth, ...]:
+def by_class(outcomes: Outcomes, classes: Classes) -> tuple[ClassWorth, ...]:
     """The soonest first; classes without requests are left out."""
+    asked = {name: classes.of(name) for name in outcomes.priorities()}
     found = []
     for priority in classes.all:
-        own = [outcome for outcome in outcomes if classes.of(outcome.priority) == priority]
-        if own:
+        own = outcomes.where(outcomes.of_priorities([name for name, of in asked.items() if of == priority]))
+        if len(own):
             s = summarize(own, classes.limits(Slo(), priority))
             found.append(ClassWorth(priority.name, s.requests, s.completed, s.attained, s.refused, s.ttft))
     return tuple(found)

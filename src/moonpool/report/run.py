@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 from msgspec import Struct
 
 from moonpool.core.settings import Decisions
 from moonpool.core.vocabulary import Slo
+from moonpool.report.outcomes import Outcomes, total
 from moonpool.report.priorities import ClassWorth
 from moonpool.report.samples import Sample, Swing, swing
-from moonpool.report.summary import Outcome, Summary, summarize
+from moonpool.report.summary import Summary, summarize
 from moonpool.report.timeline import Bin, Curve, curve, timeline
 
 
@@ -56,7 +58,7 @@ def run_of(
     name: str,
     seed: int,
     slo: Slo,
-    outcomes: Sequence[Outcome],
+    outcomes: Outcomes,
     samples: Sequence[Sample],
     watched: Sequence[Watched],
     decisions: Decisions,
@@ -64,24 +66,24 @@ def run_of(
     busy: tuple[float, float],
 ) -> Run:
     """`busy`: shares of the time that prefill and decode instances computed. Raises ValueError for no outcomes."""
-    begun = [outcome for outcome in outcomes if outcome.ttft is not None]
-    last = max((outcome.arrived for outcome in outcomes), default=0.0)
+    summary = summarize(outcomes, slo)
+    begun = ~np.isnan(outcomes.ttft)
     return Run(
         name=name,
         seed=seed,
         slo=slo,
-        summary=summarize(outcomes, slo),
+        summary=summary,
         decisions=decisions,
         preemptions=preemptions,
         prefill_busy=busy[0],
         decode_busy=busy[1],
-        late_refusals=sum(bool(outcome.refusal and outcome.computed_tokens) for outcome in outcomes),
-        swing=swing(samples, slo, last),
+        late_refusals=total(outcomes.refused & (outcomes.computed_tokens > 0)),
+        swing=swing(samples, slo, float(outcomes.arrived.max())),
         over=Over(
             samples=tuple(samples),
             watched=tuple(watched),
             bins=timeline(outcomes, slo),
-            ttft=curve([outcome.ttft for outcome in begun if outcome.ttft is not None], len(outcomes)),
-            slowest_tenth=curve([outcome.slowest_tenth for outcome in begun], len(outcomes)),
+            ttft=curve(outcomes.ttft[begun], len(outcomes)),
+            slowest_tenth=curve(outcomes.slowest_tenth[begun], len(outcomes)),
         ),
     )

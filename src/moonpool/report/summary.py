@@ -2,54 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
 from moonpool.core.vocabulary import Slo
+from moonpool.report.outcomes import Outcomes, total
 
-Intervals = npt.NDArray[np.float64]
-"""Seconds between the tokens of one request, the gap after the first token included."""
+Seconds = npt.NDArray[np.float64]
+Intervals = Seconds
+"""Between the tokens of one request, the gap after the first token included."""
 
 BUCKETS = (("0-2k", 0), ("2k-8k", 2_000), ("8k-32k", 8_000), ("over 32k", 32_000))
 """Prompt lengths, from so many tokens on."""
 LEAST_IN_BUCKET = 200
 """Fewer requests say little; they are counted with their neighbours."""
-
-
-class Outcome(Struct, frozen=True):
-    """One request that is over. Times in seconds, lengths in tokens."""
-
-    arrived: float
-    input_tokens: int
-    output_tokens: int
-    """Produced."""
-    completed: bool
-    ttft: float | None
-    """None: there was no first token."""
-    slowest_tenth: float
-    """The mean of the longest 10 % of its token intervals, at least one; 0 where it has none."""
-    p90_interval: float
-    longest_interval: float
-    cached_tokens: int
-    computed_tokens: int
-    """By prefill, over all attempts."""
-    refusal: str = ""
-    """Why it was not served, empty if it was."""
-    fetched_tokens: int = 0
-    """Those of `cached_tokens` that came from another node."""
-    priority: str = ""
-    """What it asked for."""
-
-    def attains(self, slo: Slo) -> bool:
-        """It is complete and within both limits (DESIGN: words)."""
-        if not self.completed or self.ttft is None:
-            return False
-        in_time = slo.ttft is None or self.ttft <= slo.ttft
-        return in_time and (slo.tbt is None or self.slowest_tenth <= slo.tbt)
 
 
 class Spread(Struct, frozen=True):
@@ -96,40 +63,40 @@ class Summary(Struct, frozen=True):
     buckets: tuple[Bucket, ...]
 
 
-def summarize(outcomes: Sequence[Outcome], slo: Slo) -> Summary:
+def summarize(outcomes: Outcomes, slo: Slo) -> Summary:
     """Raises ValueError for no outcomes."""
-    if not outcomes:
+    if not len(outcomes):
         raise ValueError("no request to report on")
-    good = [outcome for outcome in outcomes if outcome.attains(slo)]
-    begun = [outcome for outcome in outcomes if outcome.ttft is not None]
-    seconds = max(outcome.arrived for outcome in outcomes) - min(outcome.arrived for outcome in outcomes)
+    good = outcomes.attain(slo)
+    ttft = outcomes.ttft
+    begun = ~np.isnan(ttft)
+    seconds = float(outcomes.arrived.max() - outcomes.arrived.min())
     per_second = 1 / seconds if seconds else 0.0
-    computed = sum(outcome.computed_tokens for outcome in outcomes)
-    prompt = sum(outcome.input_tokens for outcome in begun)
+    computed = total(outcomes.computed_tokens)
+    prompt = total(outcomes.input_tokens[begun])
     return Summary(
         requests=len(outcomes),
-        completed=sum(outcome.completed for outcome in outcomes),
-        attained=len(good),
-        refused=dict(sorted(Counter(outcome.refusal for outcome in outcomes if outcome.refusal).items())),
+        completed=total(outcomes.completed),
+        attained=total(good),
+        refused=outcomes.refusals(),
         seconds=seconds,
-        goodput_requests=len(good) * per_second,
-        goodput_tokens=sum(outcome.input_tokens + outcome.output_tokens for outcome in good) * per_second,
-        ttft=spread([outcome.ttft for outcome in begun if outcome.ttft is not None]),
-        slowest_tenth=spread([outcome.slowest_tenth for outcome in begun]),
-        p90_interval=spread([outcome.p90_interval for outcome in begun]),
-        longest_interval=spread([outcome.longest_interval for outcome in begun]),
-        cached_share=sum(outcome.cached_tokens for outcome in begun) / prompt if prompt else 0.0,
+        goodput_requests=total(good) * per_second,
+        goodput_tokens=total(outcomes.input_tokens[good] + outcomes.output_tokens[good]) * per_second,
+        ttft=spread(ttft[begun]),
+        slowest_tenth=spread(outcomes.slowest_tenth[begun]),
+        p90_interval=spread(outcomes.p90_interval[begun]),
+        longest_interval=spread(outcomes.longest_interval[begun]),
+        cached_share=total(outcomes.cached_tokens[begun]) / prompt if prompt else 0.0,
         computed_tokens=computed,
-        wasted_tokens=computed - sum(outcome.computed_tokens for outcome in good),
+        wasted_tokens=computed - total(outcomes.computed_tokens[good]),
         buckets=buckets(outcomes, slo),
     )
 
 
-def spread(values: Sequence[float]) -> Spread:
-    if not values:
+def spread(values: Seconds) -> Spread:
+    if not len(values):
         return Spread(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    array = np.asarray(values)
-    return Spread(float(array.mean()), *(float(v) for v in np.percentile(array, (25, 50, 75, 90, 99, 100))))
+    return Spread(float(values.mean()), *(float(v) for v in np.percentile(values, (25, 50, 75, 90, 99, 100))))
 
 
 def intervals_of(intervals: Intervals) -> tuple[float, float, float]:
@@ -145,21 +112,20 @@ def intervals_of(intervals: Intervals) -> tuple[float, float, float]:
     return float(longest.sum()) / len(longest), float(low + (high - low) * share), float(ordered[-1])
 
 
-def buckets(outcomes: Sequence[Outcome], slo: Slo) -> tuple[Bucket, ...]:
+def buckets(outcomes: Outcomes, slo: Slo) -> tuple[Bucket, ...]:
     """By prompt length; a bucket of less than LEAST_IN_BUCKET requests goes into the next shorter one, the first into
     the next longer one, and both names are given."""
     starts = [start for _, start in BUCKETS]
-    found = [Bucket(name, 0, 0) for name, _ in BUCKETS]
-    for outcome in outcomes:
-        at = sum(outcome.input_tokens >= start for start in starts) - 1
-        old = found[at]
-        found[at] = Bucket(old.name, old.requests + 1, old.attained + outcome.attains(slo))
-    at = len(found) - 1
-    while at >= 0 and len(found) > 1:
-        if found[at].requests < LEAST_IN_BUCKET:
-            left = max(at - 1, 0)
+    at = np.searchsorted(starts, outcomes.input_tokens, side="right") - 1
+    requests = np.bincount(at, minlength=len(BUCKETS)).tolist()
+    attained = np.bincount(at[outcomes.attain(slo)], minlength=len(BUCKETS)).tolist()
+    found = [Bucket(name, *counts) for (name, _), *counts in zip(BUCKETS, requests, attained, strict=True)]
+    place = len(found) - 1
+    while place >= 0 and len(found) > 1:
+        if found[place].requests < LEAST_IN_BUCKET:
+            left = max(place - 1, 0)
             a, b = found[left], found[left + 1]
             merged = Bucket(f"{a.name} + {b.name}", a.requests + b.requests, a.attained + b.attained)
             found[left : left + 2] = [merged]
-        at = min(at, len(found)) - 1
+        place = min(place, len(found)) - 1
     return tuple(found)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from msgspec import Struct
 
 from moonpool.core.vocabulary import Slo
-from moonpool.report.summary import Outcome
+from moonpool.report.outcomes import Floats, Ints, Mask, Outcomes
 
 BINS = 60
 CURVE_POINTS = 200
@@ -40,40 +38,40 @@ class Curve(Struct, frozen=True):
     """Of the requests that have a value at all."""
 
 
-def timeline(outcomes: Sequence[Outcome], slo: Slo, bins: int = BINS) -> tuple[Bin, ...]:
+def timeline(outcomes: Outcomes, slo: Slo, bins: int = BINS) -> tuple[Bin, ...]:
     """As many bins of equal length as told, from 0 to the last arrival. Raises ValueError for no outcomes."""
-    if not outcomes:
+    if not len(outcomes):
         raise ValueError("no request to report on")
-    last = max(outcome.arrived for outcome in outcomes)
-    width = last / bins or 1.0
-    members: list[list[Outcome]] = [[] for _ in range(bins)]
-    for outcome in outcomes:
-        members[min(int(outcome.arrived / width), bins - 1)].append(outcome)
-    return tuple(_bin(at * width, members[at], slo) for at in range(bins))
+    width = float(outcomes.arrived.max()) / bins or 1.0
+    at = np.minimum((outcomes.arrived / width).astype(np.int64), bins - 1)
 
+    def sums(of: Ints | Mask) -> list[int]:
+        found = np.zeros(bins, np.int64)
+        np.add.at(found, at, of)
+        return [int(each) for each in found]
 
-def curve(values: Sequence[float], requests: int, points: int = CURVE_POINTS) -> Curve:
-    """`values`: of those of `requests` that have one."""
-    if not values:
-        return Curve((), 0.0)
-    quantiles = np.percentile(np.asarray(values), np.linspace(0, 100, points))
-    return Curve(tuple(float(value) for value in quantiles), len(values) / requests)
-
-
-def _bin(time: float, members: Sequence[Outcome], slo: Slo) -> Bin:
-    good = [outcome for outcome in members if outcome.attains(slo)]
-    refused = [outcome for outcome in members if outcome.refusal]
-    early = sum(not outcome.computed_tokens for outcome in refused)
-    computed = sum(outcome.computed_tokens for outcome in members)
-    fetched = sum(outcome.fetched_tokens for outcome in members)
-    return Bin(
-        time=time,
-        requests=len(members),
-        attained=len(good),
-        refused_early=early,
-        refused_late=len(refused) - early,
-        local_tokens=sum(outcome.cached_tokens for outcome in members) - fetched,
-        fetched_tokens=fetched,
-        computed_tokens=computed,
-        wasted_tokens=computed - sum(outcome.computed_tokens for outcome in good),
+    good, refused, computed, fetched = (
+        outcomes.attain(slo),
+        outcomes.refused,
+        outcomes.computed_tokens,
+        outcomes.fetched_tokens,
     )
+    columns = (
+        np.ones(len(outcomes), np.int64),
+        good,
+        refused & (computed == 0),
+        refused & (computed > 0),
+        outcomes.cached_tokens - fetched,
+        fetched,
+        computed,
+        np.where(good, 0, computed),
+    )
+    return tuple(Bin(number * width, *each) for number, each in enumerate(zip(*map(sums, columns), strict=True)))
+
+
+def curve(values: Floats, requests: int, points: int = CURVE_POINTS) -> Curve:
+    """`values`: of those of `requests` that have one."""
+    if not len(values):
+        return Curve((), 0.0)
+    quantiles = np.percentile(values, np.linspace(0, 100, points))
+    return Curve(tuple(float(value) for value in quantiles), len(values) / requests)

@@ -6,8 +6,9 @@ drawn, so equal inputs give equal bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import msgspec
@@ -40,11 +41,12 @@ from moonpool.core.vocabulary import (
 )
 from moonpool.sim.clock import Clock, Link
 from moonpool.sim.decode import SimDecode
+from moonpool.sim.flow import Flow, Told, nobody
 from moonpool.sim.node import SimNode
 from moonpool.sim.pipeline import of_group
 from moonpool.sim.prefill import Order, SimPrefill
 from moonpool.sim.profile import Profile
-from moonpool.sim.request import BlockKeys, SimRequest, fold, own_keys
+from moonpool.sim.request import SimRequest, own_keys
 from moonpool.sim.shelf import SimShelf
 from moonpool.trace.request import TraceRequest
 
@@ -54,9 +56,10 @@ REPORT_SECONDS = 2.0
 LONGEST_ANSWER = 2048
 """What a client allows of output where the trace's own is shorter: the Conductor must not know it beforehand."""
 DEADLINE_SECONDS = 600.0
-FOLDED_AT_ONCE = 32
 CLASS_DRAWS = 1
 """Beside the seed: other draws do not move when requests get classes."""
+DRAWN_AT_ONCE = 1024
+"""Classes; the draws are the same, however many at once."""
 
 
 class Setup(Struct, frozen=True, tag=True):
@@ -80,8 +83,11 @@ class Setup(Struct, frozen=True, tag=True):
 class Simulation:
     """`run` once."""
 
-    def __init__(self, setup: Setup, trace: Sequence[TraceRequest], *, folds: bool = False) -> None:
-        """`trace`: in order of arrival, times from 0. `folds`: requests that are complete keep their outcome only.
+    def __init__(
+        self, setup: Setup, trace: Iterable[TraceRequest], on_come: Told = nobody, on_over: Told = nobody
+    ) -> None:
+        """`trace`: in order of arrival, times from 0; it is read as time goes on. `on_come`: a request has come.
+        `on_over`: it is complete or refused, and no worker has it any more.
 
         Raises ValueError for machines that form no whole pipelines.
         """
@@ -139,38 +145,20 @@ class Simulation:
         for number in range(setup.decode):
             id_ = PartId(f"decode-{number}")
             node = self._node(f"node-d{number}")
-            self.decode[id_] = SimDecode(id_, node, profile, self.clock, self._tell, self._over)
-        asked = _draw_classes(setup, len(trace))
-        known = BlockKeys()
-        self.requests = [
-            SimRequest.of(number, each, profile.block_tokens, known, asked[number - 1])
-            for number, each in enumerate(trace, 1)
-        ]
-        self._by_id = {request.id: request for request in self.requests}
-        self._open = len(self.requests)
-        self._folds = folds
-        self._complete: list[SimRequest] = []
-        """Those that are to be folded."""
+            self.decode[id_] = SimDecode(id_, node, profile, self.clock, self._tell, self._finished)
+        self._flow = Flow(self.clock, trace, profile.block_tokens, _draw_classes(setup), on_come)
+        self._open = self._flow.open
+        self._on_over = on_over
+        self._leaving: list[SimRequest] = []
+        """They are over, but a worker may still have them."""
 
     def run(self, on_progress: Callable[[int], None] = lambda over: None) -> None:
         """Until every request is over. `on_progress`: how many are, now and then."""
         self._register()
         self.clock.after(REPORT_SECONDS, self._report)
-        told = self._open
-        for request in self.requests:
-            # What happens at the same time comes after.
-            self.clock.pass_until(request.arrived)
-            self._arrive(request)
-            if told - self._open >= 100:
-                told = self._open
-                on_progress(len(self.requests) - told)
-        while self._open and self.clock.step():
-            if told - self._open >= 100:
-                told = self._open
-                on_progress(len(self.requests) - told)
-        fold(self._complete)
-        self._complete.clear()
-        assert not self._open, f"{self._open} requests are not over and nothing happens any more"
+        self._flow.run(self._arrive, on_progress)
+        for request in self._leaving:
+            self._on_over(request)
 
     @property
     def decisions(self) -> Decisions:
@@ -235,21 +223,22 @@ class Simulation:
         )
 
     def _placed(self, place: act.Place) -> None:
-        request = self._by_id[place.request]
+        request = self._open[place.request]
+        request.placed = True
         tokens = request.trace.input_tokens + request.output
         order = Order(request, place, tokens, self.nodes[place.decode_node.id], self.clock.now)
         self.prefill[place.prefill.id].order(order)
 
     def _refused(self, action: act.Reject) -> None:
-        request = self._by_id[action.request]
-        if not request.is_over:
+        request = self._open.get(action.request)
+        if request is not None:
             request.refused, request.retry_after = action.reason, action.retry_after
             self._over(request)
 
     def _resubmit(self, action: act.Resubmit) -> None:
         """What it has produced so far is prompt now; those blocks are nobody else's."""
-        request = self._by_id[action.request]
-        if request.is_over or action.attempt != request.attempt:
+        request = self._open.get(action.request)
+        if request is None or action.attempt != request.attempt:
             return
         request.attempt += 1
         whole = (request.trace.input_tokens + request.output) // self._space.block_tokens
@@ -257,12 +246,21 @@ class Simulation:
         self._arrive(request)
 
     def _over(self, request: SimRequest) -> None:
-        self._open -= 1
-        if self._folds and request.finished is not None:
-            self._complete.append(request)
-            if len(self._complete) >= FOLDED_AT_ONCE:
-                fold(self._complete)
-                self._complete.clear()
+        self._flow.end(request)
+        if request.placed and (request.attempt > 1 or request.finished is None):
+            self._leaving.append(request)
+        else:
+            self._on_over(request)
+
+    def _let_go(self) -> None:
+        """Those of the leaving that no worker has any more: nothing changes in them from now on."""
+        leaving, self._leaving = self._leaving, []
+        for request in leaving:
+            id_ = request.id
+            if any(each.has(id_) for each in self.prefill.values()) or any(d.has(id_) for d in self.decode.values()):
+                self._leaving.append(request)
+            else:
+                self._on_over(request)
 
     # The workers
 
@@ -273,16 +271,22 @@ class Simulation:
     def _finished_early(self, order: Order, instance: PartId) -> None:
         """Its first token was its last."""
         request = order.request
-        request.finished = self.clock.now
         self._tell(Finished(request.id, order.place.attempt, instance, request.output, "length"))
-        self._over(request)
+        self._finished(request)
+
+    def _finished(self, request: SimRequest) -> None:
+        """Unless it was refused meanwhile: its last step was under way."""
+        if request.refused is None:
+            request.finished = self.clock.now
+            self._over(request)
 
     def _report(self) -> None:
         for worker in self.decode.values():
             worker.report()
         for node in self.nodes.values():
             node.report()
-        if self._open:
+        self._let_go()
+        if self._flow.is_open:
             self.clock.after(REPORT_SECONDS, self._report)
 
     # The Conductor
@@ -311,14 +315,17 @@ class Simulation:
         self.clock.at(order.at, self._wake, order.at)
 
     def _wake(self, at: float) -> None:
-        if at == self._wake_at and self._open:
+        if at == self._wake_at and self._flow.is_open:
             self._wake_at = -1.0
             self._handle(Woke())
 
 
-def _draw_classes(setup: Setup, count: int) -> list[str]:
+def _draw_classes(setup: Setup) -> Iterator[str]:
+    """Of one request after another, without end."""
     if not setup.mix:
-        return [""] * count
+        yield from repeat("")
     shares = np.array([share for _, share in setup.mix])
     rng = np.random.Generator(np.random.PCG64([setup.seed, CLASS_DRAWS]))
-    return [setup.mix[at][0] for at in rng.choice(len(shares), size=count, p=shares / shares.sum())]
+    while True:
+        for at in rng.choice(len(shares), size=DRAWN_AT_ONCE, p=shares / shares.sum()).tolist():
+            yield setup.mix[at][0]

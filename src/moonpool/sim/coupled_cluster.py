@@ -5,8 +5,8 @@ No Conductor: a router sends each request to one worker, which serves it to its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from typing import Literal, get_args
 
 from msgspec import Struct
@@ -18,9 +18,12 @@ from moonpool.core.vocabulary import BlockKey, KeySpace, KeySpaceId, RejectReaso
 from moonpool.report.run import Run, run_of
 from moonpool.sim.clock import Clock, Link
 from moonpool.sim.coupled import SimCoupled
+from moonpool.sim.ended import Ended
+from moonpool.sim.flow import Flow, Told, nobody
 from moonpool.sim.node import SimNode
 from moonpool.sim.profile import Profile
-from moonpool.sim.request import BlockKeys, SimRequest
+from moonpool.sim.request import SimRequest
+from moonpool.trace.arrivals import Arrivals
 from moonpool.trace.request import TraceRequest
 
 Routing = Literal["round-robin", "prefix-affine"]
@@ -48,38 +51,31 @@ class CoupledSetup(Struct, frozen=True, tag=True):
 class CoupledSimulation:
     """`run` once."""
 
-    def __init__(self, setup: CoupledSetup, trace: Sequence[TraceRequest]) -> None:
-        """`trace`: in order of arrival, times from 0."""
+    def __init__(
+        self, setup: CoupledSetup, trace: Iterable[TraceRequest], on_come: Told = nobody, on_over: Told = nobody
+    ) -> None:
+        """`trace`: in order of arrival, times from 0; it is read as time goes on. `on_come`: a request has come.
+        `on_over`: it is complete or refused."""
         self.setup = setup
         self.clock = Clock()
-        self.decisions = Decisions(arrived=len(trace))
+        self.decisions = Decisions()
         profile = setup.profile
         step_tokens = setup.chunk_tokens if setup.mode == "chunked" else profile.context_tokens
         self.workers = [
             SimCoupled(self._node(number), profile, self.clock, setup.mode, step_tokens, QUEUE_BOUND, self._over)
             for number in range(setup.workers)
         ]
-        known = BlockKeys()
-        self.requests = [
-            SimRequest.of(number, each, profile.block_tokens, known) for number, each in enumerate(trace, 1)
-        ]
+        self._flow = Flow(self.clock, trace, profile.block_tokens, repeat(""), on_come)
+        self._on_over = on_over
         self._coming: list[dict[BlockKey, int]] = [{} for _ in self.workers]
         """For each worker: the blocks of requests that are not over, and of how many."""
         self._at: dict[int, int] = {}
         """Request number -> worker."""
         self._turn = 0
-        self._open = len(self.requests)
 
     def run(self, on_progress: Callable[[int], None] = lambda over: None) -> None:
         """Until every request is over. `on_progress`: how many are, now and then."""
-        for request in self.requests:
-            self.clock.at(request.arrived, partial(self._arrive, request))
-        told = self._open
-        while self._open and self.clock.step():
-            if told - self._open >= 100:
-                told = self._open
-                on_progress(len(self.requests) - told)
-        assert not self._open, f"{self._open} requests are not over and nothing happens any more"
+        self._flow.run(self._arrive, on_progress)
 
     def _node(self, number: int) -> SimNode:
         profile = self.setup.profile
@@ -89,6 +85,7 @@ class CoupledSimulation:
         return SimNode(f"node-{number}", space, dram, self.setup.eviction, link, lambda event: None)
 
     def _arrive(self, request: SimRequest) -> None:
+        self.decisions.arrived += 1
         if request.trace.input_tokens + request.output_tokens > self.setup.profile.context_tokens:
             request.refused = RejectReason.CONTEXT
             self._over(request)
@@ -126,10 +123,14 @@ class CoupledSimulation:
         return first
 
     def _over(self, request: SimRequest) -> None:
-        self._open -= 1
+        self._flow.end(request)
         number = self._at.pop(request.number, None)
-        if number is None:
-            return
+        if number is not None:
+            self._leave(request, number)
+        self._on_over(request)
+
+    def _leave(self, request: SimRequest, number: int) -> None:
+        """A worker."""
         coming = self._coming[number]
         for key in request.keys:
             left = coming.get(key, 0) - 1
@@ -144,11 +145,12 @@ class CoupledSimulation:
 def run_coupled(
     name: str,
     setup: CoupledSetup,
-    requests: Sequence[TraceRequest],
+    requests: Arrivals | Sequence[TraceRequest],
     on_progress: Callable[[int], None] = lambda over: None,
 ) -> Run:
     """As `sim.run.run`: `requests` in order of arrival, times from 0. Raises ValueError for no requests."""
-    simulation = CoupledSimulation(setup, requests)
+    ended = Ended()
+    simulation = CoupledSimulation(setup, Arrivals.of(requests), on_over=ended.end)
     simulation.run(on_progress)
     workers = simulation.workers
     seconds = max(simulation.clock.now, 1e-9) * len(workers)
@@ -156,7 +158,7 @@ def run_coupled(
         name,
         setup.seed,
         setup.slo,
-        [request.outcome() for request in simulation.requests],
+        ended.outcomes(),
         (),
         (),
         simulation.decisions,

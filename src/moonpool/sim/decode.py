@@ -77,7 +77,7 @@ class SimDecode:
         tell: Callable[[Event], None],
         on_finished: Callable[[SimRequest], None],
     ) -> None:
-        """`on_finished`: a request is complete."""
+        """`on_finished`: a request has all its tokens."""
         self.id = id_
         self.node = node
         self.busy_seconds = 0.0
@@ -128,6 +128,9 @@ class SimDecode:
         most = tokens + request.output_tokens - request.output
         self._feed(HandedOver(request.id, place.attempt, tokens, most, place.rank, place.tbt_limit))
         self._clock.at(arrives, self._feed, KvArrived(request.id, place.attempt))
+
+    def has(self, request: RequestId) -> bool:
+        return request in self._requests
 
     def cancel(self, request: RequestId, attempt: int) -> None:
         self._feed(Dropped(request, attempt))
@@ -238,7 +241,6 @@ class SimDecode:
         stored = KvStored(action.request, action.attempt)
         match action.ending:
             case Ending.FINISHED:
-                request.finished = self._clock.now
                 self._tell(Finished(request.id, action.attempt, self.id, request.output, "length"))
                 self._on_finished(request)
             case Ending.PREEMPTED:

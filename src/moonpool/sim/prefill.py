@@ -100,6 +100,10 @@ class SimPrefill:
         place = order.place
         self._feed(Ordered(*id_, order.tokens, place.rank, place.compute_seconds, place.ttft_left, place.awaits))
 
+    def has(self, request: RequestId) -> bool:
+        """Whether it is here, in any attempt."""
+        return any(id_ == request for id_, _ in self._orders)
+
     def cancel(self, request: RequestId, attempt: int) -> None:
         if (request, attempt) in self._orders:
             self._feed(Dropped(request, attempt))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from heapq import nsmallest
+from itertools import islice
 
 from msgspec import Struct, structs
 
@@ -11,6 +13,8 @@ from moonpool.core.vocabulary import BlockKey
 from moonpool.report.samples import MOST_SAMPLES, Recording, Sample, sample_of
 from moonpool.sim.clock import Link
 from moonpool.sim.cluster import Simulation
+from moonpool.sim.request import key_of
+from moonpool.trace.arrivals import Arrivals
 
 WATCHED = 6
 """Prefixes."""
@@ -23,11 +27,12 @@ ONE_PREFIX = 0.8
 class Recorder:
     """Made before the simulation runs; it reads, and changes nothing."""
 
-    def __init__(self, simulation: Simulation) -> None:
-        arrivals = [request.arrived for request in simulation.requests]
+    def __init__(self, simulation: Simulation, arrivals: Arrivals) -> None:
+        """`arrivals`: what it is sent."""
         self._simulation = simulation
-        self._recording = Recording(max(max(arrivals) / (MOST_SAMPLES / 2), 0.1))
-        prompts = [request.keys for request in simulation.requests[:WATCHED_PROMPTS]]
+        self._recording = Recording(max(arrivals.last / (MOST_SAMPLES / 2), 0.1))
+        size = simulation.setup.profile.block_tokens
+        prompts = (each.blocks[: each.input_tokens // size] for each in islice(arrivals, WATCHED_PROMPTS))
         self.watched = hottest_prefixes(prompts, WATCHED)
         """In the order of `Sample.replicas`."""
         self._links: list[Link] = [node.link for node in simulation.nodes.values()]
@@ -70,23 +75,25 @@ class Prefix(Struct, frozen=True):
     prompts: int
 
 
-def hottest_prefixes(prompts: Iterable[Sequence[BlockKey]], most: int) -> tuple[Prefix, ...]:
-    """The most used first; a block that nearly all prompts with the block before it have is no prefix of its own."""
-    uses: Counter[BlockKey] = Counter()
-    parents: dict[BlockKey, BlockKey] = {}
-    depth: dict[BlockKey, int] = {}
-    for keys in prompts:
-        uses.update(keys)
-        for at in range(len(keys) - 1, -1, -1):
-            if keys[at] in depth:
+def hottest_prefixes(prompts: Iterable[Sequence[int]], most: int) -> tuple[Prefix, ...]:
+    """The most used first; a block that nearly all prompts with the block before it have is no prefix of its own.
+
+    `prompts`: the ids of their whole blocks.
+    """
+    uses: Counter[int] = Counter()
+    parents: dict[int, int] = {}
+    depth: dict[int, int] = {}
+    for blocks in prompts:
+        uses.update(blocks)
+        for at in range(len(blocks) - 1, -1, -1):
+            if blocks[at] in depth:
                 break
-            depth[keys[at]] = at + 1
+            depth[blocks[at]] = at + 1
             if at:
-                parents[keys[at]] = keys[at - 1]
+                parents[blocks[at]] = blocks[at - 1]
     heads = [
-        key
-        for key, count in uses.items()
-        if count > 1 and not (key in parents and count >= ONE_PREFIX * uses[parents[key]])
+        (-count, depth[block], key_of(block))
+        for block, count in uses.items()
+        if count > 1 and not (block in parents and count >= ONE_PREFIX * uses[parents[block]])
     ]
-    heads.sort(key=lambda key: (-uses[key], depth[key], key))
-    return tuple(Prefix(key, depth[key], uses[key]) for key in heads[:most])
+    return tuple(Prefix(key, at, -count) for count, at, key in nsmallest(most, heads))

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from moonpool.core.vocabulary import BlockKey, RejectReason, RequestId
-from moonpool.report.summary import Intervals, Outcome, intervals_of
+from moonpool.report.outcomes import Outcome
+from moonpool.report.summary import Intervals, intervals_of
 from moonpool.trace.request import TraceRequest
 
 MOST_KEYS = 1 << 18
@@ -24,8 +25,12 @@ class BlockKeys(dict[int, BlockKey]):
     def __missing__(self, block: int) -> BlockKey:
         if len(self) >= MOST_KEYS:
             self.clear()
-        key = self[block] = BlockKey(block.to_bytes(16, "big", signed=True))
+        key = self[block] = key_of(block)
         return key
+
+
+def key_of(block: int) -> BlockKey:
+    return BlockKey(block.to_bytes(16, "big", signed=True))
 
 
 class Run(NamedTuple):
@@ -64,8 +69,8 @@ class SimRequest:
     retry_after: float | None = None
     runs: array[float] = field(default_factory=lambda: array("d"))
     """The numbers of one `Run` after another."""
-    figures: tuple[float, float, float] | None = None
-    """What is kept of them once it is folded, see `intervals_of`."""
+    placed: bool = False
+    """Workers may have it, and know of its end later."""
     output_tokens: int = field(init=False)
     """It always has one: the first token is prefill's."""
 
@@ -107,8 +112,9 @@ class SimRequest:
         """Seconds; None where there was no first token."""
         return None if self.first_token is None else self.first_token - self.arrived
 
-    def outcome(self) -> Outcome:
-        slowest, p90, longest = self.figures or intervals_of(self.intervals())
+    def outcome(self, figures: tuple[float, float, float] | None = None) -> Outcome:
+        """`figures`: what `intervals_of` finds of its intervals, where somebody has computed it."""
+        slowest, p90, longest = figures or intervals_of(self.intervals())
         return Outcome(
             arrived=self.arrived,
             input_tokens=self.trace.input_tokens,
@@ -153,13 +159,6 @@ def intervals_of_each(requests: Sequence[SimRequest]) -> list[Intervals]:
     for at, own in zip(those, np.split(intervals, at_first[begins[1:]]), strict=True):
         found[at] = own
     return found
-
-
-def fold(requests: Sequence[SimRequest]) -> None:
-    """They are complete: only what their outcomes need is kept, for there may be many."""
-    for request, intervals in zip(requests, intervals_of_each(requests), strict=True):
-        request.figures = intervals_of(intervals)
-        request.runs, request.keys = array("d"), ()
 
 
 def own_keys(request: int, first: int, end: int) -> tuple[BlockKey, ...]:

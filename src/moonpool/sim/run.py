@@ -10,26 +10,29 @@ from moonpool.core.classes import Classes
 from moonpool.report.priorities import by_class
 from moonpool.report.run import Run, Watched, run_of
 from moonpool.sim.cluster import Setup, Simulation
+from moonpool.sim.ended import Ended
 from moonpool.sim.recorder import Recorder
+from moonpool.trace.arrivals import Arrivals
 from moonpool.trace.request import TraceRequest
 
 
 def run(
     name: str,
     setup: Setup,
-    requests: Sequence[TraceRequest],
+    requests: Arrivals | Sequence[TraceRequest],
     on_progress: Callable[[int], None] = lambda over: None,
 ) -> Run:
     """`requests`: in order of arrival, times from 0. `on_progress`: how many are over, now and then.
 
     Raises ValueError for no requests.
     """
-    simulation = Simulation(setup, requests, folds=True)
-    recorder = Recorder(simulation)
+    arrivals, ended = Arrivals.of(requests), Ended()
+    simulation = Simulation(setup, arrivals, on_over=ended.end)
+    recorder = Recorder(simulation, arrivals)
     simulation.run(on_progress)
     seconds = max(simulation.clock.now, 1e-9)
     prefill, decode = simulation.prefill.values(), simulation.decode.values()
-    outcomes = [request.outcome() for request in simulation.requests]
+    outcomes = ended.outcomes()
     classes = Classes(setup.conductor.classes, setup.conductor.slo)
     found = run_of(
         name,

@@ -9,10 +9,12 @@ from typing import Literal
 from msgspec import Struct
 
 from moonpool.core.vocabulary import RejectReason, Slo
+from moonpool.report.summary import intervals_of
 from moonpool.sim.cluster import Setup, Simulation
 from moonpool.sim.coupled_cluster import CoupledSetup, CoupledSimulation
 from moonpool.sim.rates import SHARE
 from moonpool.sim.request import SimRequest
+from moonpool.trace.arrivals import Arrivals
 from moonpool.trace.request import TraceRequest
 
 LOOK_SECONDS = 1.0
@@ -72,29 +74,32 @@ class _CertainError(Exception):
 
 def try_out(
     setup: Setup | CoupledSetup,
-    requests: Sequence[TraceRequest],
+    requests: Arrivals | Sequence[TraceRequest],
     goal: Goal,
     on_progress: Callable[[int], None] = lambda over: None,
 ) -> Trial:
     """`requests`: in order of arrival, times from 0. Raises ValueError for none."""
-    if not requests:
-        raise ValueError("no request to try")
-    simulation = Simulation(setup, requests) if isinstance(setup, Setup) else CoupledSimulation(setup, requests)
-    judge = _Judge(simulation, goal)
+    arrivals = Arrivals.of(requests)
+    judge = _Judge(goal, arrivals)
+    if isinstance(setup, Setup):
+        simulation: Simulation | CoupledSimulation = Simulation(setup, arrivals, on_come=judge.came)
+    else:
+        simulation = CoupledSimulation(setup, arrivals, on_come=judge.came)
+    judge.watch(simulation)
     try:
         simulation.run(on_progress)
-        judge.look()
+        judge.look(simulation.clock.now)
     except _CertainError:
         pass
-    return judge.trial()
+    return judge.trial(simulation)
 
 
 class _Judge:
     """Looks now and then, and changes nothing."""
 
-    def __init__(self, simulation: Simulation | CoupledSimulation, goal: Goal) -> None:
-        self._simulation = simulation
+    def __init__(self, goal: Goal, arrivals: Arrivals) -> None:
         self._goal = goal
+        self._arrivals = arrivals
         self._come = 0
         self._open: list[SimRequest] = []
         """They have come, and what becomes of them is not known."""
@@ -102,23 +107,27 @@ class _Judge:
         self._cached = self._prompt = 0
         self._loads = 0.0
         self._looks = 0
-        self._needed = math.ceil(goal.share * len(simulation.requests) - 1e-9)
-        simulation.clock.after(LOOK_SECONDS, self._look_again)
+        self._needed = math.ceil(goal.share * len(arrivals) - 1e-9)
 
-    def _look_again(self) -> None:
-        self.look()
-        self._loads += _decode_load(self._simulation, self._goal.slo)
-        self._looks += 1
-        self._simulation.clock.after(LOOK_SECONDS, self._look_again)
+    def came(self, request: SimRequest) -> None:
+        self._come += 1
+        self._open.append(request)
 
-    def look(self) -> None:
+    def watch(self, simulation: Simulation | CoupledSimulation) -> None:
+        clock = simulation.clock
+
+        def look_again() -> None:
+            self.look(clock.now)
+            self._loads += _decode_load(simulation, self._goal.slo)
+            self._looks += 1
+            clock.after(LOOK_SECONDS, look_again)
+
+        clock.after(LOOK_SECONDS, look_again)
+
+    def look(self, now: float) -> None:
         """Raises _CertainError."""
-        requests, now = self._simulation.requests, self._simulation.clock.now
-        while self._come < len(requests) and requests[self._come].arrived <= now:
-            self._open.append(requests[self._come])
-            self._come += 1
         self._open = [request for request in self._open if not self._judged(request, now)]
-        if self._attained >= self._needed or self._failed > len(requests) - self._needed:
+        if self._attained >= self._needed or self._failed > len(self._arrivals) - self._needed:
             raise _CertainError
 
     def _judged(self, request: SimRequest, now: float) -> bool:
@@ -139,8 +148,8 @@ class _Judge:
         return True
 
     def _interval(self, request: SimRequest) -> float:
-        outcome = request.outcome()
-        return outcome.slowest_tenth if self._goal.interval == "slowest-tenth" else outcome.p90_interval
+        slowest_tenth, p90, _ = intervals_of(request.intervals())
+        return slowest_tenth if self._goal.interval == "slowest-tenth" else p90
 
     def _count(self, request: SimRequest, attains: bool, by_decode: bool) -> None:
         if request.first_token is not None:
@@ -152,17 +161,17 @@ class _Judge:
             self._failed += 1
             self._failed_by_decode += by_decode
 
-    def trial(self) -> Trial:
-        requests, now = self._simulation.requests, max(self._simulation.clock.now, 1e-9)
+    def trial(self, simulation: Simulation | CoupledSimulation) -> Trial:
+        now = max(simulation.clock.now, 1e-9)
         return Trial(
             passes=self._attained >= self._needed,
-            requests=len(requests),
+            requests=len(self._arrivals),
             simulated=self._come,
             attained=self._attained,
             failed=self._failed,
             failed_by_decode=self._failed_by_decode,
-            seconds=requests[-1].arrived - requests[0].arrived,
-            prefill_busy=_prefill_busy(self._simulation) / now,
+            seconds=self._arrivals.last - self._arrivals.first,
+            prefill_busy=_prefill_busy(simulation) / now,
             decode_load=self._loads / max(self._looks, 1),
             cached_tokens=self._cached,
             prompt_tokens=self._prompt,
