@@ -69,8 +69,9 @@ def test_classes_are_drawn_as_if_all_at_once() -> None:
 def test_a_request_that_is_refused_in_its_last_step_ends_once() -> None:
     """Its deadline passes while the step that gives its last token is under way."""
     slow = msgspec.structs.replace(PROFILE, decode=DecodeCoefficients(10.0, 0.0, 0.0))
-    simulation = Kept(Setup(slow, 1, 1, NONE, deadline=10.0), [TraceRequest(at, 3000, 3) for at in (0.0, 40.0)])
+    trace = [TraceRequest(0.0, 3000, 2), TraceRequest(9.0, 3000, 2)]
+    simulation = Kept(Setup(slow, 1, 1, NONE, deadline=3.0), trace)
     simulation.run()
-    for request in simulation.requests:
-        outcome = request.outcome()
-        assert (outcome.refusal, outcome.completed, outcome.output_tokens) == ("deadline", False, 3)
+    first, second = (request.outcome() for request in simulation.requests)
+    assert (first.refusal, first.completed, first.output_tokens) == ("deadline", False, 2)
+    assert (second.refusal, second.completed) == ("deadline", False), "the run has gone on to its end"
