@@ -75,12 +75,18 @@ def test_the_papers_own_ratios_count_as_reproduced_and_others_do_not() -> None:
 def test_overload_is_told_by_paired_differences_and_by_the_sign_of_the_correlation() -> None:
     runs = {"baseline": [run(1.0, 18), run(1.0, 20)], "early": [run(1.0, 15), run(1.0, 17)]}
     found = overload_findings(runs, PAPER)
-    assert told(found, "refused, early") == "fewer than baseline"
+    assert told(found, "refused, early") == "fewer than baseline; ttft-slo 16.0%"
+    assert told(found, "early less baseline: refused; attain; prefill for nothing").startswith("fewer refused; ")
     assert told(found, "correlation of the loads, early").startswith("anti-phase")
     together = overload_findings({"early": [run(1.0, 15, anti=False)]}, PAPER)
     assert told(together, "correlation of the loads, early").startswith("does not reproduce")
     more = {"baseline": [run(1.0, 18), run(1.0, 20)], "early": [run(1.0, 17), run(1.0, 25)]}
-    assert told(overload_findings(more, PAPER), "refused, early") == "more than baseline, may be chance"
+    assert told(overload_findings(more, PAPER), "refused, early") == (
+        "more than baseline, may be chance; ttft-slo 21.0%"
+    )
+    said = told(overload_findings(more, PAPER), "early less baseline: refused; attain; prefill for nothing")
+    assert said.startswith("does not reproduce: no fewer refused (may be chance); ")
+    assert said.endswith("its mean TTFT is 1.0 s, that of early 1.0 s")
 
 
 def test_forecast_is_held_against_early() -> None:
