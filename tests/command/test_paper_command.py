@@ -63,14 +63,16 @@ def test_each_seed_has_its_slice(
 ) -> None:
     monkeypatch.setattr(command, "LEAST_REQUESTS", 30)
     monkeypatch.setattr(command, "SLICE", 20)
+    monkeypatch.setattr(command, "OVERLOAD_SLICE", 30)
     write_trace(tmp_path)
     given = msgspec.structs.replace(wanted(tmp_path), seeds="1,2")
     assert paper(given) == 0
-    note = json.loads(capsys.readouterr().out)["chapters"][2]["note"]
-    assert note.startswith("a.jsonl, 2 seeds, each with 20 consecutive requests of its 40, evenly spread over it")
-    assert paper(msgspec.structs.replace(given, full=True)) == 0
+    placement, overload = (chapter["note"] for chapter in json.loads(capsys.readouterr().out)["chapters"][2:])
+    assert placement.startswith("a.jsonl, 2 seeds, each with 20 consecutive requests of its 40, evenly spread over it")
+    assert overload.startswith("a.jsonl, 2 seeds, each with 30 consecutive requests of its 40")
+    assert paper(msgspec.structs.replace(given, seeds="1", full=True)) == 0
     chapter = json.loads(capsys.readouterr().out)["chapters"][2]
-    assert chapter["note"].startswith("a.jsonl, 40 requests, 2 seeds")
+    assert chapter["note"].startswith("a.jsonl, 40 requests, 1 seed")
     assert sum(f["what"].startswith("mean TTFT") for f in chapter["findings"]) == len(PLACEMENT_POLICIES)
 
 

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from moonpool.command.laboratory import Asked, Laboratory, Quest
 from moonpool.command.simulate import QUEUE_BOUND
+from moonpool.command.workload import Workload
 from moonpool.core.admission import ADMISSION_POLICIES, AdmissionPolicy
 from moonpool.core.conductor import ConductorConfig
 from moonpool.core.placement import PLACEMENT_POLICIES, PlacementPolicy
@@ -53,76 +54,88 @@ class Machines(Struct, frozen=True):
         return Setup(self.profile, prefill, decode, config)
 
 
+class Slices(Struct, frozen=True):
+    """What each experiment replays, one workload for each seed; and how to say it."""
+
+    workloads: tuple[Workload, ...]
+    requests: Sequence[TraceRequest]
+    """Of the first seed's."""
+    where: str
+
+
 def experiments(
     laboratory: Laboratory,
     machines: Machines,
-    requests: Sequence[TraceRequest],
-    where: str,
+    placement: Slices,
+    overload: Slices,
     figures: PaperFigures,
     everything: bool,
 ) -> list[Chapter]:
-    """Both, in one batch, so that each core has something to do.
-
-    `requests`: of the first seed's slice. `where`: what is run, in words. `everything`: also the placements that the
-    paper does not know.
-    """
+    """Both, in one batch, so that each core has something to do. `everything`: also the placements that the paper does
+    not know."""
     admissions: list[AdmissionPolicy] = [policy for policy in ADMISSION_POLICIES if policy != "none"]
-    saturated, overload = laboratory.find_speeds(_quests(machines, requests, admissions[0], figures))
+    first = admissions[0]
+    saturated, loaded = laboratory.find_speeds(
+        [_saturation(machines, placement, figures), _refusals(machines, overload, first, figures)]
+    )
     placements: Sequence[PlacementPolicy] = PLACEMENT_POLICIES if everything else PLACEMENTS
-    seeds = len(laboratory.seeds)
-    asked = [Asked(each, machines.setup(each, "none"), saturated, seeds) for each in placements]
-    asked += [
-        Asked(_scarce(each), machines.setup("algorithm-1", each, scarce=True), overload, seeds) for each in admissions
+    asked = [
+        Asked(_scarce(each), machines.setup("algorithm-1", each, scarce=True), loaded, overload.workloads)
+        for each in admissions
     ]
-    asked.append(Asked("even", machines.setup("algorithm-1", admissions[0]), overload, 1))
+    asked += [Asked(each, machines.setup(each, "none"), saturated, placement.workloads) for each in placements]
+    asked.append(Asked("even", machines.setup("algorithm-1", first), loaded, placement.workloads[:1]))
     *found, (even,) = laboratory.runs("placements and admissions", asked)
-    placed = dict(zip(placements, found, strict=False))
-    admitted = dict(zip(admissions, found[len(placements) :], strict=True))
+    admitted = dict(zip(admissions, found, strict=False))
+    placed = dict(zip(placements, found[len(admissions) :], strict=True))
     return [
         Chapter(
             "Figure 8: placement",
-            f"{where}, {machines.prefill}P+{machines.decode}D, admission none, at {saturated:.2f} times the speed: "
-            "there load-balance has about the paper's mean TTFT, and that one figure says nothing",
+            f"{placement.where}, {machines.prefill}P+{machines.decode}D, admission none, at {saturated:.2f} times the "
+            "speed: there load-balance has about the paper's mean TTFT with the first seed, and that one figure says "
+            "nothing",
             placement_findings({str(name): runs for name, runs in placed.items()}, figures),
         ),
         Chapter(
             "§5, table 3 and figure 9: overload",
-            _overload_note(machines, where, overload, admitted[admissions[0]], even),
+            _overload_note(machines, overload.where, loaded, even),
             overload_findings({str(name): runs for name, runs in admitted.items()}, figures),
         ),
     ]
 
 
-def _quests(
-    machines: Machines, requests: Sequence[TraceRequest], admission: AdmissionPolicy, figures: PaperFigures
-) -> list[Quest]:
-    """For the loads of both: where arithmetic sees prefill full without the cache of others, and where refusals begin
-    to be as many as the paper's."""
-    profile, share = machines.profile, figures.refused["baseline"] / figures.refused["requests"]
-    work, blind = work_of(requests, profile), work_of(requests, profile, MISSED)
-    own, scarce = work.requests / work.seconds, Split(*machines.short_of_decode)
-    bound = min(prefill_rate(work, profile, scarce), decode_rate(work, profile, LIMITS, scarce))
-    return [
-        Quest(
-            "load-balance",
-            machines.setup("load-balance", "none"),
-            lambda run: run.summary.ttft.mean,
-            figures.mean_ttft["load-balance"],
-            SATURATED_WITHIN,
-            prefill_rate(blind, profile, Split(machines.prefill, machines.decode)) / own,
-        ),
-        Quest(
-            _scarce(admission),
-            machines.setup("algorithm-1", admission, scarce=True),
-            refused,
-            share,
-            REFUSED_WITHIN,
-            bound / (1.0 - share) / own,
-        ),
-    ]
+def _saturation(machines: Machines, slices: Slices, figures: PaperFigures) -> Quest:
+    """It begins where arithmetic sees prefill full without what others have in their caches."""
+    profile, split = machines.profile, Split(machines.prefill, machines.decode)
+    work = work_of(slices.requests, profile, MISSED)
+    return Quest(
+        "load-balance",
+        machines.setup("load-balance", "none"),
+        slices.workloads[0],
+        lambda run: run.summary.ttft.mean,
+        figures.mean_ttft["load-balance"],
+        SATURATED_WITHIN,
+        prefill_rate(work, profile, split) * work.seconds / work.requests,
+    )
 
 
-def _overload_note(machines: Machines, where: str, speed: float, first: Sequence[Run], even: Run) -> str:
+def _refusals(machines: Machines, slices: Slices, admission: AdmissionPolicy, figures: PaperFigures) -> Quest:
+    """It begins where arithmetic sees so many too many."""
+    profile, split = machines.profile, Split(*machines.short_of_decode)
+    work, share = work_of(slices.requests, profile), figures.refused["baseline"] / figures.refused["requests"]
+    bound = min(prefill_rate(work, profile, split), decode_rate(work, profile, LIMITS, split))
+    return Quest(
+        _scarce(admission),
+        machines.setup("algorithm-1", admission, scarce=True),
+        slices.workloads[0],
+        refused,
+        share,
+        REFUSED_WITHIN,
+        bound / (1.0 - share) * work.seconds / work.requests,
+    )
+
+
+def _overload_note(machines: Machines, where: str, speed: float, even: Run) -> str:
     prefill, decode = machines.short_of_decode
     return (
         f"{where}, {prefill}P+{decode}D, placement algorithm-1, limits {LIMITS.ttft:g} s and {LIMITS.tbt:g} s, at "

@@ -23,10 +23,11 @@ class Asked(msgspec.Struct, frozen=True):
     """Runs of one setup at one speed, one for each seed."""
 
     name: str
+    """Of its own: runs of equal names and speeds are one."""
     setup: Setup
     speed: float
-    seeds: int
-    """The first so many."""
+    workloads: tuple[Workload, ...]
+    """Of the first so many seeds."""
 
 
 class Quest(msgspec.Struct, frozen=True):
@@ -34,6 +35,8 @@ class Quest(msgspec.Struct, frozen=True):
 
     name: str
     setup: Setup
+    workload: Workload
+    """Of the first seed."""
     figure: Callable[[Run], float]
     wanted: float
     tolerance: float
@@ -48,10 +51,10 @@ def slices(
     `requests`: of the trace, in order of arrival. `size`: None: all of it each time.
     """
     if size is None or size >= len(requests):
-        return [Workload(source, first=len(requests), jitter=jitter)] * count
+        return (Workload(source, first=len(requests), jitter=jitter),) * count
     last = len(requests) - size
     begins = [requests[last * at // max(count - 1, 1)].arrival - requests[0].arrival for at in range(count)]
-    return [Workload(source, first=size, begin=begin, jitter=jitter) for begin in begins]
+    return tuple([Workload(source, first=size, begin=begin, jitter=jitter) for begin in begins])
 
 
 class Watch:
@@ -84,12 +87,8 @@ class Watch:
 
 
 class Laboratory:
-    def __init__(self, seeds: Sequence[int], workloads: Sequence[Workload], runners: Runners, watch: Watch) -> None:
-        """`workloads`: one for each seed."""
+    def __init__(self, seeds: Sequence[int], runners: Runners, watch: Watch) -> None:
         self.seeds = tuple(seeds)
-        self.simulated = 0
-        """Requests, so far."""
-        self._workloads = tuple(workloads)
         self._runners = runners
         self._watch = watch
         self._known: dict[tuple[str, float, int], Run] = {}
@@ -100,7 +99,7 @@ class Laboratory:
         looks = 0
         while open_ := [(quest, aim) for quest, aim in zip(quests, aims, strict=True) if not aim.is_over]:
             looks += 1
-            asked = [Asked(quest.name, quest.setup, aim.speed, 1) for quest, aim in open_]
+            asked = [Asked(quest.name, quest.setup, aim.speed, (quest.workload,)) for quest, aim in open_]
             at = ", ".join(f"{each.name} at {each.speed:.2f}" for each in asked)
             for (quest, aim), (run,) in zip(open_, self.runs(f"loads, look {looks}: {at}", asked), strict=True):
                 aim.tell(quest.figure(run))
@@ -111,19 +110,19 @@ class Laboratory:
         new = [
             (each, seed)
             for each in asked
-            for seed in range(each.seeds)
+            for seed in range(len(each.workloads))
             if (each.name, each.speed, seed) not in self._known
         ]
         tasks = [
             Task(
                 each.name,
-                self._workloads[seed],
+                each.workloads[seed],
                 msgspec.structs.replace(each.setup, seed=self.seeds[seed]),
                 each.speed,
             )
             for each, seed in new
         ]
-        self._watch.step(what, sum(self._workloads[seed].first or 0 for _, seed in new))
+        self._watch.step(what, sum(each.workloads[seed].first or 0 for each, seed in new))
         done = [0] * len(tasks)
 
         def told(at: int, over: int) -> None:
@@ -133,5 +132,4 @@ class Laboratory:
         for (each, seed), said in zip(new, self._runners.run(tasks, told), strict=True):
             if said.run is not None:
                 self._known[each.name, each.speed, seed] = said.run
-                self.simulated += said.run.summary.requests
-        return [[self._known[each.name, each.speed, seed] for seed in range(each.seeds)] for each in asked]
+        return [[self._known[each.name, each.speed, seed] for seed in range(len(each.workloads))] for each in asked]

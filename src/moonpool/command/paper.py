@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from moonpool.command.beside_coupled import coupled_chapters
-from moonpool.command.experiments import Machines, experiments
+from moonpool.command.experiments import Machines, Slices, experiments
 from moonpool.command.hardware import hardware_profile
 from moonpool.command.laboratory import Laboratory, Watch, slices
 from moonpool.command.machine import cores
@@ -27,11 +27,14 @@ from moonpool.report.paper import Chapter, PaperFigures, cost_findings, hit_find
 from moonpool.sim.profile import Profile
 from moonpool.trace.hits import PAPER_BLOCK_TOKENS, Load, load
 from moonpool.trace.read import TraceFile
+from moonpool.trace.request import TraceRequest
 
 JITTER = 3.0
 """Seconds: the traces come in batches of three."""
 SLICE = 3000
 """Requests of each seed: with fewer, queues have no time to grow as they do in the whole trace."""
+OVERLOAD_SLICE = 6000
+"""More: what waits in a queue within the TTFT limit is not refused, and must be little beside what is."""
 LEAST_REQUESTS = 1000
 """A trace of fewer is a sample."""
 EVICTION: tuple[EvictionPolicy, ...] = ("lru", "lfu", "length-aware")
@@ -84,13 +87,12 @@ def paper(wanted: Wanted) -> int:
         chapters = _by_the_trace(wanted, with_blocks, profile, figures, watch)
         seeds = read_seeds(wanted.seeds)
         requests = sorted(with_blocks[main].requests, key=lambda each: each.arrival)[: wanted.first]
-        size = None if wanted.full else SLICE
-        workloads = slices(str(main), requests, len(seeds), size, JITTER)
-        laboratory = Laboratory(seeds, workloads, runners, watch)
+        placement, overload = (
+            _slices(main, requests, None if wanted.full else size, seeds, profile) for size in (SLICE, OVERLOAD_SLICE)
+        )
         machines = Machines(profile, wanted.prefill, wanted.decode)
-        first = list(Traffic(workloads[0], profile.block_tokens).requests(seed=seeds[0]))
-        where = _where(main, len(requests), size, seeds)
-        chapters += experiments(laboratory, machines, first, where, figures, wanted.full)
+        laboratory = Laboratory(seeds, runners, watch)
+        chapters += experiments(laboratory, machines, placement, overload, figures, wanted.full)
     return _print(wanted, PaperReport(str(main), seeds, figures.source, tuple(chapters)))
 
 
@@ -112,14 +114,20 @@ def _by_the_trace(
     return [*chapters, Chapter("Figure 2: prefill and decode times", note, found)]
 
 
-def _where(file: Path, requests: int, size: int | None, seeds: Sequence[int]) -> str:
+def _slices(
+    file: Path, requests: Sequence[TraceRequest], size: int | None, seeds: Sequence[int], profile: Profile
+) -> Slices:
     many = "1 seed" if len(seeds) == 1 else f"{len(seeds)} seeds"
-    if size is None or size >= requests:
-        return f"{file.name}, {requests} requests, {many}, jitter {JITTER:g} s"
-    return (
-        f"{file.name}, {many}, each with {size} consecutive requests of its {requests}, evenly spread over it "
-        f"(--full: all of them), jitter {JITTER:g} s"
-    )
+    if size is None or size >= len(requests):
+        where = f"{file.name}, {len(requests)} requests, {many}, jitter {JITTER:g} s"
+    else:
+        where = (
+            f"{file.name}, {many}, each with {size} consecutive requests of its {len(requests)}, evenly spread over it "
+            f"(--full: all of them), jitter {JITTER:g} s"
+        )
+    workloads = slices(str(file), requests, len(seeds), size, JITTER)
+    first = list(Traffic(workloads[0], profile.block_tokens).requests(seed=seeds[0]))
+    return Slices(workloads, first, where)
 
 
 def _files(folder: Path) -> list[Path]:
