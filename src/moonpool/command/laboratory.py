@@ -45,7 +45,7 @@ class Quest(msgspec.Struct, frozen=True):
 
 def slices(
     source: str, requests: Sequence[TraceRequest], count: int, size: int | None, jitter: float
-) -> list[Workload]:
+) -> tuple[Workload, ...]:
     """`count` slices of `size` requests, evenly spread over the trace from its first request to its last one.
 
     `requests`: of the trace, in order of arrival. `size`: None: all of it each time.
