@@ -97,6 +97,24 @@ def test_mistakes_are_told_before_anything_runs(trace: Path, names: list[str], c
         simulate(wanted(first, *others, compare=compare))
 
 
+def test_a_configuration_has_classes_as_the_flags_do(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, other = tmp_path / "mine.yaml", tmp_path / "other.yaml"
+    listed = "[{name: high, rank: 0, slo-ttft: 2s}, {name: low, rank: 5}]"
+    mine.write_text(f"prefill: 1\nclasses: {listed}\nmix: high=0.25,low=0.75\n")
+    (tmp_path / "c.yaml").write_text(listed)
+    other.write_text(f"prefill: 1\nclasses: {tmp_path / 'c.yaml'}\nmix: high=0.25,low=0.75\n")
+    assert simulate(wanted(trace, mine, other, compare=True, as_json=True)) == 0
+    first, second = json.loads(capsys.readouterr().out)["configurations"]
+    assert first["setup"] == second["setup"]
+    assert first["setup"]["mix"] == [["high", 0.25], ["low", 0.75]]
+    assert [each["slo"]["ttft"] for each in first["setup"]["conductor"]["classes"]] == [2.0, None]
+    mine.write_text("mix: nobody=1\n")
+    with pytest.raises(ConfigError, match=r"mine.yaml: mix 'nobody=1': must be CLASS=SHARE"):
+        simulate(wanted(trace, mine, compare=True))
+
+
 def test_seeds() -> None:
     assert read_seeds("3, 1,3") == (3, 1)
     for bad in ("", "a", "-1", "1,,2", "99999999999"):

@@ -9,6 +9,7 @@ from moonpool.core.vocabulary import Slo
 from moonpool.errors import ConfigError
 from moonpool.sim.cluster import Setup
 from moonpool.sim.configuration import configuration_keys, read_configuration
+from moonpool.sim.coupled_cluster import CoupledSetup
 from moonpool.sim.profile import load_profile
 
 BASE = Setup(load_profile("a800-llama2-70b"), 8, 8, ConductorConfig(placement="load-balance", slo=Slo(30.0, 0.1)))
@@ -25,6 +26,7 @@ def test_what_the_file_lacks_is_as_given(tmp_path: Path) -> None:
     found = read_configuration(file, BASE)
     assert found.name == "mine"
     setup = found.setup
+    assert isinstance(setup, Setup)
     assert (setup.prefill, setup.decode, setup.eviction) == (3, 8, "lfu")
     rules = setup.conductor
     assert (rules.placement, rules.admission, rules.output_share) == ("load-balance", "none", 0.5)
@@ -34,6 +36,14 @@ def test_what_the_file_lacks_is_as_given(tmp_path: Path) -> None:
     small = read_configuration(write(tmp_path, "hardware: h100-llama2-70b\ndram-tokens: 2048\n"), BASE).setup.profile
     assert (small.name, small.dram_tokens) == ("h100-llama2-70b", 2048)
     assert read_configuration(write(tmp_path, "name: other"), BASE).name == "other"
+
+
+def test_a_file_may_be_of_coupled_workers(tmp_path: Path) -> None:
+    text = "coupled: 4\ncoupled-mode: prefill-first\nrouting: round-robin\nttft: 5\neviction: lfu\ndram-tokens: 2048\n"
+    setup = read_configuration(write(tmp_path, text), BASE).setup
+    assert isinstance(setup, CoupledSetup)
+    assert (setup.workers, setup.mode, setup.routing, setup.eviction) == (4, "prefill-first", "round-robin", "lfu")
+    assert (setup.slo, setup.profile.dram_tokens) == (Slo(5.0, 0.1), 2048)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +59,11 @@ def test_what_the_file_lacks_is_as_given(tmp_path: Path) -> None:
         ("threshold: 0.5", r"threshold is 0.5; the least is 1"),
         ("prefill: many", r"Expected `int`, got `str`.*prefill"),
         ("hardware: h9000", "no hardware profile 'h9000'"),
+        ("coupled: 0", r"`coupled` is 0; give a number from 1 to 4096"),
+        ("coupled: 2\nchunk: 0", r"`chunk` is 0; give a number from 1 to"),
+        ("coupled: 2\nprefill: 2", "coupled workers have no `prefill`; their keys are name, hardware"),
+        ("coupled: 2\ncoupled-mode: best", "'best' - at `coupled-mode`"),
+        ("routing: round-robin", "`routing` is of coupled workers; give `coupled`"),
         ("- 1", "must be keys with values"),
         ("a: [", "is no YAML"),
     ],

@@ -79,7 +79,9 @@ def _seconds(value: object, where: str, duration: Callable[[str], float]) -> flo
         raise ConfigError(f"{where} {value!r}: must be a duration like 30s or 200ms, above 0") from None
 
 
-def read_mix(text: str | None, classes: tuple[PriorityClass, ...]) -> tuple[tuple[str, float], ...]:
+def read_mix(
+    text: str | None, classes: tuple[PriorityClass, ...], where: str = "--mix"
+) -> tuple[tuple[str, float], ...]:
     """What share of requests asks for which class: `high=0.3,low=0.7`. Not given: all the same. Raises ConfigError."""
     known = [*(c.name for c in classes), BATCH.name]
     if text is None:
@@ -88,11 +90,11 @@ def read_mix(text: str | None, classes: tuple[PriorityClass, ...]) -> tuple[tupl
     for word in text.split(","):
         name, _, share = (part.strip() for part in word.partition("="))
         if name not in known:
-            raise ConfigError(f"--mix {word.strip()!r}: must be CLASS=SHARE, with one of {', '.join(known)}")
+            raise ConfigError(f"{where} {word.strip()!r}: must be CLASS=SHARE, with one of {', '.join(known)}")
         try:
             found.append((name, float(share)))
         except ValueError:
-            raise ConfigError(f"--mix {word.strip()!r}: {share!r} is not a number") from None
+            raise ConfigError(f"{where} {word.strip()!r}: {share!r} is not a number") from None
         if not 0 < found[-1][1] < float("inf"):
-            raise ConfigError(f"--mix {word.strip()!r}: a share must be above 0")
+            raise ConfigError(f"{where} {word.strip()!r}: a share must be above 0")
     return tuple(found)

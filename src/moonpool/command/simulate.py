@@ -31,7 +31,7 @@ from moonpool.report.html import Page, page
 from moonpool.report.rows import Column, Difference, differences
 from moonpool.report.run import Run
 from moonpool.sim.cluster import Setup
-from moonpool.sim.configuration import Configuration, check_pipeline, read_configuration
+from moonpool.sim.configuration import Configuration, Given, check_pipeline, read_configuration
 from moonpool.sim.coupled_cluster import ROUTINGS, CoupledSetup
 
 QUEUE_BOUND = 1 << 20
@@ -173,7 +173,7 @@ def _configurations(wanted: Wanted) -> tuple[Configuration, ...]:
     if not wanted.files:
         check_pipeline(base, "--pipeline")
         return tuple(Configuration(name, setup) for name, setup in found.items())
-    read = tuple(read_configuration(file, base, hardware_profile) for file in wanted.files)
+    read = tuple(read_configuration(file, base, hardware_profile, _priorities) for file in wanted.files)
     names = [each.name for each in read]
     for name in names:
         if names.count(name) > 1:
@@ -183,6 +183,19 @@ def _configurations(wanted: Wanted) -> tuple[Configuration, ...]:
             "--compare: the configurations' hardware has blocks of different sizes; compare them one by one"
         )
     return read
+
+
+def _priorities(given: Given, base: Setup, where: str) -> Setup:
+    """`classes` and `mix` as their flags have them, or the classes themselves; those of the flags without them."""
+    classes, mix = given.pop("classes", None), given.pop("mix", None)
+    rules = base.conductor
+    if classes is not None:
+        rules = msgspec.structs.replace(rules, classes=read_classes(classes, f"{where}: classes", duration))
+    if mix is not None and not isinstance(mix, str):
+        raise ConfigError(f"{where}: `mix` is {mix!r}; give CLASS=SHARE with commas between")
+    if classes is None and mix is None:
+        return base
+    return msgspec.structs.replace(base, conductor=rules, mix=read_mix(mix, rules.classes, f"{where}: mix"))
 
 
 def _coupled(wanted: Wanted) -> tuple[Configuration, ...]:

@@ -1,4 +1,7 @@
-"""What is to be simulated, from a YAML file: a setup's own keys and the Conductor's rules, in one flat list."""
+"""What is to be simulated, from a YAML file: a setup's own keys and the Conductor's rules, in one flat list.
+
+With the key `coupled` it is a cluster of so many coupled workers instead, which has few of those.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,14 @@ from moonpool.sim.cluster import Setup
 from moonpool.sim.coupled_cluster import CoupledSetup
 from moonpool.sim.profile import Profile, load_profile
 
+Given = dict[str, object]
+"""What a file says, by key."""
+
 MOST_INSTANCES = 4096
 OWN_KEYS = ("name", "hardware", "dram-tokens", "ttft", "tbt")
 ABOUT_MACHINES = ("name", "hardware", "dram-tokens")
+COUPLED_KEYS = {"coupled": "workers", "coupled-mode": "mode", "chunk": "chunk_tokens", "routing": "routing"}
+"""Of a cluster of coupled workers, with their names in `CoupledSetup`; it has `eviction` and its own keys besides."""
 _NOT_KEYS = {"profile", "conductor", "seed", "slo", "prefill_cost", "decode_cost", "transfer_cost", "heartbeat_limit"}
 """Told by other keys, by the command line, or replaced by the hardware's."""
 
@@ -25,8 +33,29 @@ class Configuration(msgspec.Struct, frozen=True):
     setup: Setup | CoupledSetup
 
 
-def read_configuration(file: Path, base: Setup, hardware: Callable[[str], Profile] = load_profile) -> Configuration:
-    """Keys that the file lacks are as in `base`; its name is the file's own without one. Raises ConfigError."""
+def read_configuration(
+    file: Path,
+    base: Setup,
+    hardware: Callable[[str], Profile] = load_profile,
+    priorities: Callable[[Given, Setup, str], Setup] = lambda given, base, where: base,
+) -> Configuration:
+    """Keys that the file lacks are as in `base`; its name is the file's own without one. Raises ConfigError.
+
+    `priorities` takes out what the file says of priority classes and gives `base` with that; `where` is the file.
+    """
+    given = _keys_of(file)
+    if "hardware" in given:
+        base = msgspec.structs.replace(base, profile=hardware(str(given["hardware"])))
+    if "dram-tokens" in given:
+        base = msgspec.structs.replace(base, profile=_with_dram(base.profile, given["dram-tokens"], file))
+    name = str(given.get("name", file.stem))
+    if "coupled" not in given:
+        base = priorities(given, base, str(file))
+    changes = {key: given[key] for key in given if key not in ABOUT_MACHINES}
+    return Configuration(name, (_coupled if "coupled" in given else _changed)(base, changes, file))
+
+
+def _keys_of(file: Path) -> Given:
     try:
         given = msgspec.yaml.decode(file.read_bytes())
     except OSError as e:
@@ -41,20 +70,44 @@ def read_configuration(file: Path, base: Setup, hardware: Callable[[str], Profil
     for key in given:
         if key not in known:
             raise ConfigError(f"{file}: unknown key `{key}`; the keys are {', '.join(known)}")
-    if "hardware" in given:
-        base = msgspec.structs.replace(base, profile=hardware(str(given["hardware"])))
-    if "dram-tokens" in given:
-        base = msgspec.structs.replace(base, profile=_with_dram(base.profile, given["dram-tokens"], file))
-    name = str(given.get("name", file.stem))
-    return Configuration(name, _changed(base, {key: given[key] for key in given if key not in ABOUT_MACHINES}, file))
+        if key in COUPLED_KEYS and "coupled" not in given:
+            raise ConfigError(f"{file}: `{key}` is of coupled workers; give `coupled`, their number")
+    return given
 
 
 def configuration_keys() -> tuple[str, ...]:
     """All that a file may say."""
-    return OWN_KEYS + tuple(_kebab(name) for name in (*_setup_fields(), *_rule_fields()))
+    return (*OWN_KEYS, *(_kebab(name) for name in (*_setup_fields(), *_rule_fields())), *COUPLED_KEYS)
 
 
-def _changed(base: Setup, given: dict[str, object], file: Path) -> Setup:
+def _coupled(base: Setup, given: Given, file: Path) -> CoupledSetup:
+    raw: Given = {"profile": msgspec.to_builtins(base.profile), "type": CoupledSetup.__name__}
+    slo = msgspec.to_builtins(base.conductor.slo)
+    for key, value in given.items():
+        if key in ("ttft", "tbt"):
+            slo[key] = value
+        elif key in COUPLED_KEYS or key == "eviction":
+            raw[COUPLED_KEYS.get(key, key)] = value
+        else:
+            raise ConfigError(
+                f"{file}: coupled workers have no `{key}`; their keys are "
+                f"{', '.join((*OWN_KEYS, 'eviction', *COUPLED_KEYS))}"
+            )
+    try:
+        found = msgspec.convert(raw | {"slo": slo}, CoupledSetup)
+    except msgspec.ValidationError as e:
+        told = str(e).replace("$.", "")
+        for key, field in COUPLED_KEYS.items():
+            told = told.replace(f"`{field}`", f"`{key}`")
+        raise ConfigError(f"{file}: {told}") from None
+    for key, count in (("coupled", found.workers), ("chunk", found.chunk_tokens)):
+        most = MOST_INSTANCES if key == "coupled" else found.profile.context_tokens
+        if not 1 <= count <= most:
+            raise ConfigError(f"{file}: `{key}` is {count}; give a number from 1 to {most}")
+    return found
+
+
+def _changed(base: Setup, given: Given, file: Path) -> Setup:
     raw = msgspec.to_builtins(base)
     rules = raw["conductor"]
     for key, value in given.items():
