@@ -141,3 +141,36 @@ def test_a_node_that_stands_still_does_not_hold_others_up_for_ever(deciding: Con
         assert time.monotonic() - began < 10
         process.kill()
         assert sum(found(space, K[:4])) == 2
+
+
+def test_a_copy_is_fetched_from_another_node_where_one_has_died(deciding: Conductor, connect: Connect) -> None:
+    here, there = deciding.start_node("node-0"), deciding.start_node("node-2")
+    with deciding.process_node("dead-1") as (dead, process):
+        for node in (dead, there):
+            put(connect(node, "near").space(SPACE), K)
+        space = connect(here, "near").space(SPACE)
+        known(space, K, 2)
+        process.kill()
+        with space.get(K) as blocks:
+            assert [bytes(block) for block in blocks if block is not None] == [bytes(bytes_of(key)) for key in K]
+
+
+def test_a_copy_is_fetched_from_another_node_where_one_stands_still(
+    deciding: Conductor, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moonpool.store.gather.GONE_SECONDS", 0.5)
+    here, there = deciding.start_node("node-0"), deciding.start_node("node-2")
+    with deciding.process_node("dead-1") as (dead, process):
+        for node in (dead, there):
+            put(connect(node, "near").space(SPACE), K)
+        space = connect(here, "near", timeout=60.0).space(SPACE)
+        known(space, K, 2)
+        # A connection to each of them is there already, so nothing but the fleet tells that one stands still.
+        assert all(found(space, K[:4]))
+        os.kill(process.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        with space.get(K) as blocks:
+            assert [bytes(block) for block in blocks if block is not None] == [bytes(bytes_of(key)) for key in K]
+        assert time.monotonic() - began < 30
+        # Whoever asks next is not told to wait for it either.
+        assert space.replicas(K[0]) == 2

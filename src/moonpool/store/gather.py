@@ -28,6 +28,10 @@ log = logging.getLogger(__name__)
 
 PART_BYTES = 4 << 20
 """Fetched over one connection; of more every part goes for itself."""
+LOOK_SECONDS = 0.25
+"""How often it is looked whether the nodes that blocks come from are in the fleet still."""
+GONE_SECONDS = 2.0
+"""So long after a node has left the fleet nothing is expected of it: sooner, it may only be registering anew."""
 
 
 class Gatherer:
@@ -68,7 +72,7 @@ class Gatherer:
                 continue
             pull = self._pull(node, space, missing, until, Priority.BACKGROUND)
             try:
-                await asyncio.wait([pull.finished], timeout=max(0.0, until - time.monotonic()))
+                await self._arrive([pull], [], until)
             finally:
                 pull.let_go()
             came += sum(place in HERE for _, place in self._placed(space, missing))
@@ -87,26 +91,60 @@ class Gatherer:
                 self._ledger.watches.end(watch)
 
     async def _fetch(self, space: KeySpace, keys: Sequence[BlockKey], until: float) -> Hold:
-        missing = [key for key, place in self._placed(space, keys) if place not in HERE]
-        if not missing or self._neighbours.is_alone:
-            return Hold()
-        others = [future for key in missing if (future := self._fetching.get((space.id, key))) is not None]
-        missing = [key for key in missing if (space.id, key) not in self._fetching]
-        holders = await self._neighbours.holders(space.id, missing, until - time.monotonic())
-        by_node: dict[NodePeer, list[BlockKey]] = {}
-        for key, nodes in zip(missing, holders, strict=True):
-            if nodes and (space.id, key) not in self._fetching:
-                # Spread by key, so that not all that a node asks for comes from the same other one.
-                by_node.setdefault(nodes[key[0] % len(nodes)], []).append(key)
-        pulls = [
-            self._pull(node, space, part, until) for node, found in by_node.items() for part in _parts(space, found)
-        ]
+        """From one node after another that has them, where one turns out not to, or fails."""
+        known: dict[BlockKey, list[NodePeer]] = {}
+        """Of each block that somebody may have: who, the one to be asked first in front."""
         with contextlib.ExitStack() as holds:
-            for pull in pulls:
-                holds.callback(pull.let_go)
-            if arriving := [*others, *(pull.finished for pull in pulls)]:
-                await asyncio.wait(arriving, timeout=max(0.0, until - time.monotonic()))
+            missing = [key for key, place in self._placed(space, keys) if place not in HERE]
+            while missing and not self._neighbours.is_alone and time.monotonic() < until:
+                others = [future for key in missing if (future := self._fetching.get((space.id, key))) is not None]
+                new = [key for key in missing if key not in known and (space.id, key) not in self._fetching]
+                if new:
+                    holders = await self._neighbours.holders(space.id, new, until - time.monotonic())
+                    known |= {key: _in_turn(key, nodes) for key, nodes in zip(new, holders, strict=True)}
+                by_node: dict[NodePeer, list[BlockKey]] = {}
+                for key in missing:
+                    if known.get(key) and (space.id, key) not in self._fetching:
+                        by_node.setdefault(known[key].pop(0), []).append(key)
+                pulls = [
+                    self._pull(node, space, part, until)
+                    for node, found in by_node.items()
+                    for part in _parts(space, found)
+                ]
+                for pull in pulls:
+                    holds.callback(pull.let_go)
+                if not (others or pulls):
+                    break
+                await self._arrive(pulls, others, until)
+                full = {key for pull in pulls for key in pull.without_room}
+                missing = [key for key, place in self._placed(space, missing) if place not in HERE and key not in full]
             return Hold(holds.pop_all().close)
+
+    async def _arrive(self, pulls: Sequence[_Pull], others: Sequence[asyncio.Future[None]], until: float) -> None:
+        """Until all of it is over; who has left the fleet is not waited for."""
+        waiting = {*others, *(pull.finished for pull in pulls)}
+        gone_since: dict[NodePeer, float] = {}
+        while waiting and (now := time.monotonic()) < until:
+            _, waiting = await asyncio.wait(waiting, timeout=min(LOOK_SECONDS, until - now))
+            for node in {pull.node: None for pull in pulls}:
+                if self._neighbours.is_there(node):
+                    gone_since.pop(node, None)
+                elif now - gone_since.setdefault(node, now) >= GONE_SECONDS:
+                    self._give_up(node, [pull for pull in pulls if pull.node == node and not pull.finished.done()])
+
+    def _give_up(self, node: NodePeer, pulls: Sequence[_Pull]) -> None:
+        if pulls:
+            log.warning("%s left the fleet while %d blocks came from it", node.id, sum(len(p.keys) for p in pulls))
+        for pull in pulls:
+            self._forget(pull)
+
+    def _forget(self, pull: _Pull) -> None:
+        """Nobody waits for it any more, and its blocks may be fetched from elsewhere."""
+        for key in pull.keys:
+            if self._fetching.get((pull.space.id, key)) is pull.finished:
+                del self._fetching[pull.space.id, key]
+        if not pull.finished.done():
+            pull.finished.set_result(None)
 
     def _pull(
         self,
@@ -116,23 +154,21 @@ class Gatherer:
         until: float,
         priority: Priority = Priority.URGENT,
     ) -> _Pull:
-        pull = _Pull(self._arena, self._ledger, space, keys, until)
+        pull = _Pull(self._arena, self._ledger, node, space, keys, until)
         nbytes = len(keys) * space.block_bytes
         transfer = self._messenger.carry(node.data_address, pull, until - time.monotonic(), nbytes, priority)
-        names = [(space.id, key) for key in keys]
         finished = asyncio.wrap_future(transfer)
-        for name in names:
-            self._fetching[name] = pull.finished
+        for key in keys:
+            self._fetching[space.id, key] = pull.finished
 
         def over(done: asyncio.Future[None]) -> None:
-            for name in names:
-                self._fetching.pop(name, None)
             error = None if done.cancelled() else done.exception()
             if isinstance(error, TransferError | PoolError):
                 log.warning("fetch of %d blocks from %s failed: %s", len(keys), node.id, error)
             elif error is not None:
                 log.error("fetch of %d blocks from %s failed", len(keys), node.id, exc_info=error)
-            pull.over()
+            self._forget(pull)
+            pull.let_go()
 
         finished.add_done_callback(over)
         return pull
@@ -141,12 +177,24 @@ class Gatherer:
 class _Pull:
     """Blocks that come from one node. Its rooms are closed when nothing is written any more and its holder let go."""
 
-    def __init__(self, arena: Arena, ledger: Ledger, space: KeySpace, keys: Sequence[BlockKey], until: float) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        ledger: Ledger,
+        node: NodePeer,
+        space: KeySpace,
+        keys: Sequence[BlockKey],
+        until: float,
+    ) -> None:
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Nothing more is to be expected."""
+        self.node = node
+        self.space = space
+        self.keys = keys
+        self.without_room: Sequence[BlockKey] = ()
+        """Those that could have come."""
         self._arena = arena
         self._ledger = ledger
-        self._space = space
-        self._keys = keys
         self._until = until
         self._owner: ClientId = ledger.own_client()
         self._rooms: list[Room] = []
@@ -156,17 +204,11 @@ class _Pull:
 
     def __call__(self, channel: Channel) -> None:
         """On a thread of Messenger; again, on a new connection, where one broke."""
-        places = self._ledger.catalogue.places(self._space.id, self._keys)
-        keys = [key for key, place in zip(self._keys, places, strict=True) if place is not Place.DRAM]
+        places = self._ledger.catalogue.places(self.space.id, self.keys)
+        keys = [key for key, place in zip(self.keys, places, strict=True) if place is not Place.DRAM]
         time_left = max(0.0, self._until - time.monotonic())
-        request = GetBlocks(self._space, packed(keys), 0, self._space.runs, time_left, here=True)
+        request = GetBlocks(self.space, packed(keys), 0, self.space.runs, time_left, here=True)
         asking.get(channel, request, lambda given: self._open(request, given), self._landed, self._until)
-
-    def over(self) -> None:
-        """The transfer is; on the loop."""
-        if not self.finished.done():
-            self.finished.set_result(None)
-        self.let_go()
 
     def let_go(self) -> None:
         with self._lock:
@@ -178,15 +220,22 @@ class _Pull:
 
     def _open(self, request: GetBlocks, given: Given) -> list[list[Bytes] | None]:
         keys = [key for key, mark in zip(unpacked(request.keys), given.marks, strict=True) if mark]
-        room = self._ledger.open(self._owner, self._space, keys, metas=given.metas)
+        room = self._ledger.open(self._owner, self.space, keys, metas=given.metas)
         self._rooms.append(room)
+        self.without_room = [key for key, block in zip(keys, room.blocks, strict=True) if block is None]
         return [
             None if block is None or block.resident else [self._arena.slice(block.offset, block.nbytes)]
             for block in room.blocks
         ]
 
     def _landed(self, position: int, checksums: Sequence[int]) -> None:
-        self._ledger.complete(self._owner, self._rooms[-1].id, [(position, 0, self._space.runs)], checksums)
+        self._ledger.complete(self._owner, self._rooms[-1].id, [(position, 0, self.space.runs)], checksums)
+
+
+def _in_turn(key: BlockKey, nodes: Sequence[NodePeer]) -> list[NodePeer]:
+    """Beginning at one that depends on the key: not all that a node asks for comes from the same other one."""
+    first = key[0] % max(1, len(nodes))
+    return [*nodes[first:], *nodes[:first]]
 
 
 def _parts(space: KeySpace, keys: Sequence[BlockKey]) -> list[Sequence[BlockKey]]:

@@ -54,6 +54,15 @@ class Neighbours:
         fleet, me = self._fleet(), self._link.me
         return fleet is None or all(node.id == me.id for node in fleet.nodes)
 
+    def is_there(self, node: NodePeer) -> bool:
+        """In the fleet, as far as this node has heard."""
+        fleet = self._fleet()
+        return fleet is None or any(node.id == n.id and node.incarnation == n.incarnation for n in fleet.nodes)
+
+    def conductor_is_new(self) -> None:
+        """It may be asked, whatever the last one was like."""
+        self._silent_until = 0.0
+
     def heard(self, answer: Located | ReplicasOrdered) -> None:
         if isinstance(answer, Located):
             asked = self._asked.pop(answer.serial, None)
@@ -121,12 +130,13 @@ class Neighbours:
             return nothing
         serial = next(self._serials)
         waiting = self._asked[serial] = asyncio.get_running_loop().create_future()
-        self._link.post(self._conductor(), Locate(self._link.me, serial, space, packed(keys)))
+        conductor = self._conductor()
+        self._link.post(conductor, Locate(self._link.me, serial, space, packed(keys)))
         try:
             async with asyncio.timeout(min(LOCATE_SECONDS, max(0.0, until - now))):
                 answer = await waiting
         except TimeoutError:
-            if until - now >= LOCATE_SECONDS:
+            if until - now >= LOCATE_SECONDS and conductor == self._conductor():
                 self._silent_until = time.monotonic() + SILENCE_SECONDS
                 log.warning("the Conductor says not where blocks are; for %g s only this node's count", SILENCE_SECONDS)
             return nothing

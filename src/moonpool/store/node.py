@@ -269,7 +269,7 @@ class _Node:
         )
 
     async def _listen(self) -> None:
-        self.membership.on_joined = self.ledger.ask_snapshot
+        self.membership.on_joined = self._joined
         while True:
             envelope = await self._link.receive()
             try:
@@ -278,6 +278,10 @@ class _Node:
             except Exception:
                 # One message's trouble must not cost all that is in DRAM.
                 log.exception("%s of %s failed", type(envelope.body).__name__, envelope.sender.id)
+
+    def _joined(self) -> None:
+        self.neighbours.conductor_is_new()
+        self.ledger.ask_snapshot()
 
     def _handle(self, envelope: Envelope) -> None:
         match envelope.body:
