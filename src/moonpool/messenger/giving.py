@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
@@ -36,6 +37,11 @@ log = logging.getLogger(__name__)
 
 LONGEST_SECONDS = 3600.0
 ANSWER_SECONDS = 30.0
+STALL_SECONDS = 10.0
+"""The most that a peer may stand still while what it sends holds a part of the arena, whatever time it says it has.
+(One that takes nothing for as long has no connection any more: `channel`.)"""
+SLOWEST_BYTES = 1 << 20
+"""A second: who is slower counts as standing still."""
 PIECE_BYTES = 1 << 20
 """Received, then summed up."""
 LARGE_BYTES = 256 << 10
@@ -43,6 +49,19 @@ LARGE_BYTES = 256 << 10
 LANDED_TOGETHER = 64
 """Blocks that become readable at once: the books are locked meanwhile."""
 Count = Callable[[str, int], None]
+
+
+@contextlib.contextmanager
+def moving(nbytes: int, until: float) -> Iterator[float]:
+    """Until when so many bytes are to be here. Raises TransferError where it is not the deadline that ends them."""
+    seconds = STALL_SECONDS + nbytes / SLOWEST_BYTES
+    limit = min(until, time.monotonic() + seconds)
+    try:
+        yield limit
+    except TimeoutError:
+        if limit == until:
+            raise
+        raise TransferError(f"{nbytes} bytes did not come within {seconds:.3g} s: the peer stands still") from None
 
 
 def answer(channel: Channel, store: Store, question: Question) -> None:
@@ -101,8 +120,9 @@ def _fill(channel: Channel, intake: Intake, request: PutBlocks, until: float, co
     space = request.space
     found = bytearray()
     for stretch in stretches(len(intake.targets), space.block_bytes):
-        arrived = _receive_stretch(channel, intake.targets[stretch], space, until, count)
-        expected = list(_sums(channel, until))
+        with moving((stretch.stop - stretch.start) * space.block_bytes, until) as limit:
+            arrived = _receive_stretch(channel, intake.targets[stretch], space, limit, count)
+            expected = list(_sums(channel, limit))
         if len(expected) != len(arrived) * space.runs:
             raise TransferError(f"{len(arrived)} blocks of {space.runs} runs with {len(expected)} checksums")
         landed: list[tuple[int, list[int]]] = []

@@ -195,7 +195,8 @@ class TcpServer:
             channel.skip(item.nbytes, until)
             return landing
         try:
-            return self._fill(channel, landing, item, until)
+            with giving.moving(item.nbytes, until) as limit:
+                return self._fill(channel, landing, item, limit)
         finally:
             landing.close()
 
