@@ -153,6 +153,14 @@ def test_a_part_joins_beats_and_registers_again_when_asked() -> None:
             assert m.conductor.incarnation == conductor.me.incarnation
             beating = asyncio.create_task(m.run())
             assert isinstance((await receive(conductor)).body, Reported)
+            # One for each message that had waited for it.
+            for _ in range(20):
+                await conductor.send(first.sender, RegisterAgain(first.sender))
+            while not isinstance((await receive(conductor)).body, Registered):
+                pass
+            kinds = [type((await receive(conductor)).body) for _ in range(3)]
+            assert kinds.count(Registered) < 2, "it has registered already"
+            # As long as it is not answered it is told again.
             await conductor.send(first.sender, RegisterAgain(first.sender))
             while not isinstance((await receive(conductor)).body, Registered):
                 pass

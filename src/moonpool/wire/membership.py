@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Callable
 
 from moonpool.core.actions import FleetChanged, RegisterAgain
@@ -72,6 +74,8 @@ class Membership:
         self._report = report
         self._counters = counters
         self._answered = asyncio.Event()
+        self._registered_again = -math.inf
+        """When it was last asked for, and done."""
         self.conductor = Peer(PartId("conductor"), Incarnation(""), conductor_address)
         self.fleet: FleetChanged | None = None
         self.on_joined: Callable[[], None] | None = None
@@ -129,13 +133,21 @@ class Membership:
                         self.on_joined()
                 return True
             case RegisterAgain():
-                log.info("the Conductor does not know this part: registering again")
-                self.conductor = Peer(envelope.sender.id, envelope.sender.incarnation, self.conductor.address)
-                self._answered.clear()
-                self.register_again()
+                self._begin_anew(envelope.sender)
                 return True
             case _:
                 return False
+
+    def _begin_anew(self, conductor: Peer) -> None:
+        """A new Conductor says so to each message that waited for it: one answer to all of them will do."""
+        now, is_known = time.monotonic(), conductor.incarnation == self.conductor.incarnation
+        if is_known and now < self._registered_again + HEARTBEAT_SECONDS:
+            return
+        log.info("the Conductor does not know this part: registering again")
+        self.conductor = Peer(conductor.id, conductor.incarnation, self.conductor.address)
+        self._registered_again = now
+        self._answered.clear()
+        self.register_again()
 
     @property
     def is_answered(self) -> bool:
