@@ -636,3 +636,21 @@ def test_a_call_that_the_node_fails_at_is_answered(
         space.get(K[:1])
     assert time.monotonic() - began < SECONDS / 2
     assert not space.exists(K[0])
+
+
+def test_a_node_that_only_starts_is_waited_for_on_either_way(conductor: Conductor) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with ThreadPoolExecutor(2) as threads:
+        addresses = [str(conductor.run_dir / "node-0.sock"), f"127.0.0.1:{port}"]
+        waiting = [threads.submit(Client.connect, address, timeout=SECONDS) for address in addresses]
+        # Both have found nobody by then.
+        time.sleep(0.2)
+        conductor.start_node("node-0", data_port=port)
+        for client in waiting:
+            with client.result(SECONDS) as pool:
+                assert pool.node == "node-0"
+    began = time.monotonic()
+    with pytest.raises(PoolError, match="no node at"):
+        Client.connect("127.0.0.1:1", timeout=0.2)
+    assert time.monotonic() - began < 10

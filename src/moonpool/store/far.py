@@ -44,8 +44,13 @@ on this host. Where they are lacking, one lane is faster than two that take turn
 SPREAD_BYTES = 4 << 20
 IDLE_SECONDS = 60.0
 """The node closes a connection that was idle for longer than that."""
+RETRY_SECONDS = 0.05
 SLACK_SECONDS = 5.0
 """What an answer may come after the time that the node was given for it."""
+
+
+class _NobodyThereError(PoolError):
+    """The host is there, but nobody listens at that port."""
 
 
 class FarHome:
@@ -66,6 +71,7 @@ class FarHome:
         self._closed = False
         self._threads = ThreadPoolExecutor(LANES, thread_name_prefix=f"{name} of {address}")
         self.node = PartId(address)
+        self._await_node(time.monotonic() + timeout)
         entered = self.ask(Enter())
         assert isinstance(entered, Entered)
         self.node, self.batch_bytes = entered.node, entered.batch_bytes
@@ -238,6 +244,15 @@ class FarHome:
             channel.close()
         return found or self._connect(until)
 
+    def _await_node(self, until: float) -> None:
+        """One whose process only starts is waited for, as on its own host."""
+        while time.monotonic() < until:
+            try:
+                self._give_back(self._take(until, is_fresh=False), is_good=True)
+                return
+            except _NobodyThereError:
+                time.sleep(RETRY_SECONDS)
+
     def _connect(self, until: float) -> Channel:
         channel: Channel | None = None
         try:
@@ -253,7 +268,8 @@ class FarHome:
                 channel.close()
             if isinstance(e, TimeoutError):
                 raise self._late() from None
-            raise PoolError(f"no node at {self._address}: {e}") from None
+            kind = _NobodyThereError if isinstance(e, ConnectionRefusedError) else PoolError
+            raise kind(f"no node at {self._address}: {e}") from None
         with self._free:
             self._open.add(channel)
             self._lanes = lanes_to(channel)
