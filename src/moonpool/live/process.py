@@ -34,6 +34,9 @@ ORPHAN_SECONDS = 1.0
 """From the supervisor's death to a part's, whatever the part is doing."""
 STOP_SECONDS = 3.0
 """From SIGTERM to a part's death."""
+COLLECTION = (20_000, 20, 100)
+"""How rarely to look for garbage in circles: parts make little of it, and it means to go through a node's books again and
+again (small puts are some percent faster without)."""
 USER_MISTAKE = 2
 """Exit status where starting again cannot help."""
 
@@ -79,6 +82,7 @@ def run_part(part: PartId, level: str, as_json: bool, prepare: Callable[[], Work
     # Modules and a model are there for good. A full look through them for garbage would stop everything for 0.1 s.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*COLLECTION)
     return _run_until_stopped(work)
 
 
