@@ -64,8 +64,8 @@ class Toy:
         return Trial(passes, count, simulated, count - failed, failed, by_decode, 100.0, busy, ask.speed / decode, 0, 1)
 
 
-# The same clusters each time: of others one in some hundreds has a split that is 6 % better than what is found, or costs
-# a little more than a tenth.
+# The same clusters each time: of others one in some hundreds has a split that is 6 % better than what is found, or
+# costs a little more than a tenth.
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     st.floats(0.05, 5.0),

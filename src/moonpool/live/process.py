@@ -35,8 +35,8 @@ ORPHAN_SECONDS = 1.0
 STOP_SECONDS = 3.0
 """From SIGTERM to a part's death."""
 COLLECTION = (20_000, 20, 100)
-"""How rarely to look for garbage in circles: parts make little of it, and a look goes through all of a node's books (small
-puts are some percent faster without)."""
+"""How rarely to look for garbage in circles: parts make little of it, and a look goes through all of a node's books.
+Small puts are some percent faster without."""
 USER_MISTAKE = 2
 """Exit status where starting again cannot help."""
 
