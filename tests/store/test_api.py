@@ -62,6 +62,19 @@ def test_what_was_put_is_read_by_every_client(node: NodePeer, connect: Connect, 
         assert lease.count == 3
 
 
+def test_of_a_key_that_is_given_twice_the_first_block_is_kept(space: Space) -> None:
+    space.put(K[2], bytes_of(K[2]))
+    blocks = [bytes_of(K[0]), bytes_of(K[1]), bytes_of(K[5]), bytes_of(K[2])]
+    assert space.put_many([K[0], K[1], K[0], K[2]], blocks, [BlockMeta(index=at) for at in range(4)]) == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert holds(space, K[:3]) == [True, True, True]
+    assert [meta and meta.index for meta in space.metas(K[:2])] == [0, 1]
+
+
 def test_a_miss_leaves_the_others_where_they_are(space: Space) -> None:
     space.put_many([K[1], K[3]], [bytes_of(K[1]), bytes_of(K[3])])
     with space.get(K[:4]) as blocks:

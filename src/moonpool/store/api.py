@@ -219,9 +219,25 @@ class Space:
             _check_length(keys, metas, "metas")
         packed(keys)
         sources = [as_pieces(buffers, self.block_bytes) for buffers in pieces]
+        if len(set(keys)) < len(keys):
+            return self._put_first(keys, sources, metas)
         return self._in_parts(
             len(keys), lambda part: self._home.put(self.key_space, keys[part], sources[part], metas[part])
         )
+
+    def _put_first(
+        self, keys: Sequence[BlockKey], sources: Sequence[Sequence[Bytes]], metas: Sequence[BlockMeta]
+    ) -> list[bool]:
+        """Of a key that is given again the first block counts; the others find it there."""
+        first: dict[BlockKey, int] = {}
+        for at, key in enumerate(keys):
+            first.setdefault(key, at)
+        chosen = list(first.values())
+        outcomes = self.put_from_many(
+            list(first), [sources[at] for at in chosen], [metas[at] for at in chosen if metas]
+        )
+        new = dict(zip(chosen, outcomes, strict=True))
+        return [new.get(at, False) for at in range(len(keys))]
 
     # Reading
 
