@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moonpool.bench.figures import BATCH, KIB, LOCAL, MIB, OURS, PEER, REMOTE, Case, Figures
-from moonpool.bench.limits import SHARED_COPY, SOCKETS_SUMMED, SOCKETS_VERIFIED
+from moonpool.bench.limits import SOCKETS_SUMMED, SOCKETS_VERIFIED
 from moonpool.bench.result import Bar, bar
 from moonpool.bench.ssd import PLACE as SSD
 from moonpool.bench.ssd import RAW_READ, RAW_WRITE
@@ -19,7 +19,6 @@ def bars(figures: Figures, lack: str) -> list[Bar]:
     """`lack`: why the peer was not measured; empty where it was."""
     return [
         *_against_peer(figures, lack),
-        _against_memory(figures),
         *_against_sockets(figures),
         _views(figures),
         *_exists(figures, lack),
@@ -30,17 +29,11 @@ def bars(figures: Figures, lack: str) -> list[Bar]:
 def _against_peer(figures: Figures, lack: str) -> list[Bar]:
     remote = [(64 * KIB, BATCH), (MIB, 1), (MIB, BATCH), (8 * MIB, 1), (8 * MIB, BATCH)]
     wanted = [(Case(REMOTE, do, size, batch), REMOTE_TIMES) for do in ("put", "get") for size, batch in remote]
-    wanted.append((Case(LOCAL, "get", MIB, 1), LOCAL_TIMES))
+    wanted += [(Case(LOCAL, "get", MIB, batch), LOCAL_TIMES) for batch in (1, BATCH)]
     return [
         bar(f"{case.place}: {case}, times Mooncake Store", figures.ratio(case), target, reason=lack)
         for case, target in wanted
     ]
-
-
-def _against_memory(figures: Figures) -> Bar:
-    """What a batch has to move it moves with two threads: no more than they can is to be had."""
-    case = Case(LOCAL, "get", MIB, BATCH)
-    return bar(f"{case.place}: {case}, of a {SHARED_COPY}", figures.share(case, SHARED_COPY), LIMIT_SHARE)
 
 
 def _against_sockets(figures: Figures) -> list[Bar]:
