@@ -14,7 +14,7 @@ from moonpool.report.run import Run
 from moonpool.sim.cluster import Setup
 from moonpool.sim.trial import Goal
 
-COARSE, FINE = 0.05, 0.01
+COARSE, FINE = 0.05, 0.003
 """Tolerances of the first look, with one seed, and of the second, with all of them."""
 FINE_STRIDE = 1.03
 """The second look begins at what the first one found."""
