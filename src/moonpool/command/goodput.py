@@ -141,7 +141,7 @@ def _report(
     tables = (
         Table(
             "Each at its own 90 % point",
-            f"the highest speed at which 90 % of what is offered attain: within {FINE:.0%} by all seeds for "
+            f"the highest speed at which 90 % of what is offered attain: within {FINE:.1%} by all seeds for "
             f"{_names([default, *ranked[:CLOSER]])}; within 5 % by the first seed for the others",
             tuple(goodput(each.name, points[each.name].speed, at_points[each.name]) for each in order),
             (gain(default.name, at_points[default.name], best.name, at_points[best.name]),),
