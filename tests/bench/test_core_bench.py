@@ -41,8 +41,8 @@ def test_decisions_of_a_small_fleet_are_timed() -> None:
 
 
 def test_finding_and_storing_prompts_is_timed() -> None:
-    indexed = index(islice(sessions(2.0), 50), 4)
-    assert 0 < indexed.find < indexed.find + indexed.store < 1e5
+    find, store = index(islice(sessions(2.0), 50), 4)
+    assert 0 < find < find + store < 1e5
 
 
 def test_a_written_trace_is_simulated_in_a_process_of_its_own(tmp_path: Path) -> None:

@@ -13,15 +13,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from moonpool.bench import dynamo
-from moonpool.bench.decisions import Decided, Indexed, index, measure
+from moonpool.bench.decisions import Decided, index, measure
 from moonpool.bench.dynamo import PeerFigures
 from moonpool.bench.peer import PeerMissingError
 from moonpool.bench.result import Bar, bar, print_result
@@ -45,6 +47,13 @@ DECISION_LOOKUPS = {16: 20.0, 256: 100.0}
 INSERT_LIMIT_MS = 5.0
 FLAT = 1.5
 """A day's peak of memory by that of its first fifth."""
+
+
+class Indexed(NamedTuple):
+    """Microseconds, the mean of each repetition."""
+
+    find: tuple[float, ...]
+    store: tuple[float, ...]
 
 
 class Simulated(NamedTuple):
@@ -96,7 +105,7 @@ def main() -> None:
         figures |= {"simulated": round(of_trace), "simulated_synthetic": round(of_synthetic)}
         decided = _decisions(trace, chosen.instances, table, bars)
         peer, lack = _peer(trace, chosen.peer, console)
-        _against_peer(peer, lack, of_trace, index(TraceFile(trace), dynamo.WORKERS), table, bars)
+        _against_peer(peer, lack, of_trace, _indexed(trace), table, bars)
         if chosen.day:
             _day(Path(folder) / "day.jsonl", chosen.day, table, bars)
     console.print(table)
@@ -145,16 +154,26 @@ def _peer(trace: Path, wanted: bool, console: Console) -> tuple[PeerFigures | No
 def _against_peer(
     peer: PeerFigures | None, lack: str, simulated_rate: float, indexed: Indexed, table: Table, bars: list[Bar]
 ) -> None:
-    table.add_row(
-        "the directory: find and store a prompt's blocks, mean (µs)", f"{indexed.find:.1f}, {indexed.store:.1f}"
-    )
+    table.add_row("the directory: find a prompt's blocks (µs)", _median_of(indexed.find))
+    table.add_row("the directory: store them (µs)", _median_of(indexed.store))
     if peer is not None:
-        table.add_row("Dynamo: RadixTree, find and store, mean (µs)", f"{peer.find_us:.0f}, {peer.store_us:.0f}")
+        table.add_row("Dynamo: RadixTree, find (µs)", _median_of(peer.find_us))
+        table.add_row("Dynamo: RadixTree, store (µs)", _median_of(peer.store_us))
         table.add_row("Dynamo: simulated requests a second", f"{peer.replayed:.0f}")
     times = simulated_rate / peer.replayed if peer else None
     bars.append(bar("simulated requests a second, times Dynamo's", times, REPLAY_TIMES, reason=lack))
-    faster = peer.find_us / indexed.find if peer else None
+    faster = median(peer.find_us) / median(indexed.find) if peer else None
     bars.append(bar("lookup, times faster than Dynamo's", faster, LOOKUP_TIMES, reason=lack))
+
+
+def _indexed(trace: Path) -> Indexed:
+    """As often as the peer's."""
+    found = [index(TraceFile(trace), dynamo.WORKERS) for _ in range(dynamo.REPETITIONS)]
+    return Indexed(tuple(find for find, _ in found), tuple(store for _, store in found))
+
+
+def _median_of(means: Sequence[float]) -> str:
+    return f"{median(means):.1f} ({min(means):.1f} to {max(means):.1f})"
 
 
 def _directory(entries: int, most: int, table: Table, bars: list[Bar]) -> None:

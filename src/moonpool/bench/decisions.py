@@ -90,15 +90,9 @@ def measure(instances: int, traffic: Iterator[TraceRequest], requests: int) -> D
     return Decided(instances, requests, fleet.refused, fleet.blocks, decision, lookup)
 
 
-class Indexed(NamedTuple):
-    """Microseconds, mean."""
-
-    find: float
-    store: float
-
-
-def index(traffic: Iterable[TraceRequest], workers: int) -> Indexed:
-    """A lookup of each prompt, and storing what the worker whose turn it is lacks: as `peer_dynamo.py` has it."""
+def index(traffic: Iterable[TraceRequest], workers: int) -> tuple[float, float]:
+    """Mean µs of a lookup of each prompt, and of storing what the worker whose turn it is lacks: as `peer_dynamo.py`
+    has it."""
     directory, nodes = Directory(), [PartId(f"node-{number}") for number in range(workers)]
     for node in nodes:
         directory.join(node)
@@ -116,7 +110,7 @@ def index(traffic: Iterable[TraceRequest], workers: int) -> Indexed:
         began = clock()
         directory.stored(nodes[worker], number // workers + 1, SPACE.id, Tier.DRAM, keys[first:])
         storing += clock() - began
-    return Indexed(finding / len(prompts) * 1e6, storing / len(prompts) * 1e6)
+    return finding / len(prompts) * 1e6, storing / len(prompts) * 1e6
 
 
 class _Placed(NamedTuple):

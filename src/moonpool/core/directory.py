@@ -145,19 +145,19 @@ class Directory:
             holders = dram[shard].get(key, 0)
             if has_ssd:
                 holders |= ssd[shard].get(key, 0)
-            still = alive & holders
-            if still != alive:
+            if holders & alive != alive:
                 if blocks:
-                    ended.append((alive & ~still, blocks))
-                alive = still
-                if not still:
+                    ended.append((alive & ~holders, blocks))
+                alive &= holders
+                if not alive:
                     break
             blocks += 1
         if blocks and alive:
             ended.append((alive, blocks))
         runs: dict[PartId, int] = {}
         for mask, blocks in reversed(ended):
-            runs |= dict.fromkeys(self._sets.get(mask) or self._set_of(mask), blocks)
+            found = dict.fromkeys(self._sets.get(mask) or self._set_of(mask), blocks)
+            runs = runs | found if runs else found
         return runs
 
     def slow_blocks(self, chain: Chain, runs: Mapping[PartId, int]) -> dict[PartId, int]:
