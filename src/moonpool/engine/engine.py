@@ -67,6 +67,11 @@ class Engine(Protocol):
     def space(self) -> KeySpace: ...
 
     @property
+    def layers(self) -> range:
+        """Those of the model that are computed here: all of them, but in a stage of a pipeline (`pipeline.py`)."""
+        ...
+
+    @property
     def page_count(self) -> int: ...
 
     @property
@@ -75,7 +80,7 @@ class Engine(Protocol):
         ...
 
     def clear(self, page: int) -> None:
-        """Zero a page in all layers, before it is used again (0 * NaN is NaN in attention)."""
+        """Zero a page in all layers that are here, before it is used again (0 * NaN is NaN in attention)."""
         ...
 
     def run(self, layer: int, page: int) -> Bytes:

@@ -55,10 +55,17 @@ def load_config(path: Path) -> PretrainedConfig:
     return config
 
 
-def load_model(path: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The causal model in evaluation mode, attention bound to our pages."""
+def load_model(
+    path: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, layers: range | None = None
+) -> PreTrainedModel:
+    """The causal model in evaluation mode, attention bound to our pages.
+
+    `layers`: only these are read and kept, and `layer_idx` counts from the first of them; of what is before and behind
+    all layers, what a stage of a pipeline needs (`_cut`).
+    """
     silence()
-    load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
+    kind = AutoModelForCausalLM if layers is None else _without_others(config, layers)
+    load: Callable[..., Any] = kind.from_pretrained
     model: PreTrainedModel
     report: dict[str, Iterable[object]]
     try:
@@ -82,8 +89,42 @@ def load_model(path: Path, config: PretrainedConfig, dtype: torch.dtype, device:
             f"{path}: {config.model_type} has no `.model` and `.lm_head`; it cannot be driven layer by layer"
         )
     model.requires_grad_(False)
+    if layers is not None:
+        _cut(model, layers)
     torch.nn.Module.to(model, device)
     return model
+
+
+class _Absent(torch.nn.Module):
+    """In the place of a layer of another stage: what a file has for it is not read."""
+
+
+def _without_others(config: PretrainedConfig, layers: range) -> Any:
+    """transformers' class of this model, whose layers outside the range are made and filled by nobody."""
+    known: Any = AutoModelForCausalLM._model_mapping[type(config)]  # a class for each verified family
+
+    def cut_init(self: Any, config: PretrainedConfig) -> None:
+        known.__init__(self, config)
+        for index in range(len(self.model.layers)):
+            if index not in layers:
+                self.model.layers[index] = _Absent()
+
+    return type(known.__name__, (known,), {"__init__": cut_init, "__module__": known.__module__})
+
+
+def _cut(model: Any, layers: range) -> None:
+    """A stage's part: the first one embeds, the last one normalises and has the head, and only these."""
+    inner, count = model.model, len(model.model.layers)
+    inner.layers = torch.nn.ModuleList(inner.layers[layers.start : layers.stop])
+    for index, layer in enumerate(inner.layers):
+        layer.self_attn.layer_idx = index
+    if layers.start > 0:
+        inner.embed_tokens = torch.nn.Identity()
+        if hasattr(inner, "embedding_multiplier"):
+            inner.embedding_multiplier = 1.0
+    if layers.stop < count:
+        inner.norm = torch.nn.Identity()
+        model.lm_head = torch.nn.Identity()
 
 
 def end_tokens(model: PreTrainedModel, config: PretrainedConfig) -> frozenset[int]:

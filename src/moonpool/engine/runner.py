@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
@@ -17,6 +18,7 @@ from moonpool.engine.families import inspect
 from moonpool.engine.loading import end_tokens, keep_freed_memory, load_config, load_model
 from moonpool.engine.model import fingerprint
 from moonpool.engine.pages import DevicePages, Pages
+from moonpool.engine.pipeline import layers_of
 from moonpool.engine.sampling import draw
 from moonpool.errors import ModelError
 
@@ -27,6 +29,8 @@ AttentionInterface.register(ATTENTION, paged_attention)
 
 class TorchEngine:
     """A model on one device. `path`: a local model directory (see `model.resolve`).
+
+    `stage` (number, of so many): only this part of the layers, for `stage()`; the rest is not read.
 
     `poison` (tests) starts with all pages full of NaN, so that a read of memory nobody wrote shows.
     Raises `ModelError` for a model that would be computed wrongly or does not load.
@@ -42,6 +46,7 @@ class TorchEngine:
         threads: int = 1,
         device: str = "cpu",
         poison: bool = False,
+        stage: tuple[int, int] = (0, 1),
     ) -> None:
         if dtype not in DTYPES:
             raise ModelError(f"dtype {dtype} is unknown; choose one of {', '.join(DTYPES)}")
@@ -50,7 +55,12 @@ class TorchEngine:
         config = load_config(path)
         self.shape = shape = inspect(config, path.name)
         self.device = torch.device(device)
-        self._model: PreTrainedModel = load_model(path, config, DTYPES[dtype], self.device)
+        self._layers = layers_of(config, shape, stage)
+        self._model: PreTrainedModel = load_model(
+            path, config, DTYPES[dtype], self.device, None if stage[1] == 1 else self._layers
+        )
+        self._hidden_type = DTYPES[dtype]
+        self._hidden_size = int(config.hidden_size)
         self._pages = self._make_pages(page_count, block_tokens, DTYPES[dtype])
         self._scratch = Scratch(self._pages, DTYPES[dtype])
         self.poison = poison
@@ -78,7 +88,7 @@ class TorchEngine:
         if self.device.type != "cpu":
             kind = DevicePages
         return kind(
-            layers=self.shape.layers,
+            layers=len(self._layers),
             page_count=page_count,
             block_tokens=block_tokens,
             kv_heads=self.shape.kv_heads,
@@ -90,6 +100,10 @@ class TorchEngine:
     @property
     def space(self) -> KeySpace:
         return self._space
+
+    @property
+    def layers(self) -> range:
+        return self._layers
 
     @property
     def page_count(self) -> int:
@@ -107,10 +121,10 @@ class TorchEngine:
         self._pages.fill(page, float("nan"))
 
     def run(self, layer: int, page: int) -> Bytes:
-        return self._pages.run(layer, page)
+        return self._pages.run(layer - self._layers.start, page)
 
     def tail_runs(self, layer: int, page: int, tokens: int) -> tuple[Bytes, Bytes]:
-        return self._pages.tail_runs(layer, page, tokens)
+        return self._pages.tail_runs(layer - self._layers.start, page, tokens)
 
     def step(self, rows: Sequence[Row], on_layer: Callable[[int], None] | None = None) -> list[Draw | None]:
         """See `Engine.step`. Raises ValueError for a row outside its pages or the context."""
@@ -120,27 +134,58 @@ class TorchEngine:
         del batch
         return [None if row.sampling is None else next(drawn) for row in rows]
 
+    def hidden_bytes(self, tokens: int, rows: int) -> int:
+        return tokens * self._hidden_size * self._hidden_type.itemsize
+
+    def stage(
+        self, rows: Sequence[Row], hidden: Bytes | None, on_layer: Callable[[int], None] | None = None
+    ) -> Bytes | list[Draw | None]:
+        """See `StageEngine.stage`; `hidden` is [T, hidden size] in the model's dtype."""
+        first = self._layers.start
+        inside = on_layer if on_layer is None or not first else lambda layer: on_layer(first + layer)
+        with torch.inference_mode():
+            batch, out = self._compute(rows, hidden, inside)
+            if self._layers.stop < self.shape.layers:
+                return np.asarray(out.cpu().contiguous().view(torch.uint8).numpy().reshape(-1))
+            drawn = iter(
+                draw([row for row in rows if row.sampling is not None], self._head(batch, rows, out), self.ends)
+            )
+        return [None if row.sampling is None else next(drawn) for row in rows]
+
     def logits(self, rows: Sequence[Row]) -> Tensor:
         """Compute the rows; [rows with `sampling`, vocabulary] float32 instead of draws, for comparisons."""
         with torch.inference_mode():
             return self._forward(rows, None)[1]
 
     def _forward(self, rows: Sequence[Row], on_layer: Callable[[int], None] | None) -> tuple[Batch, Tensor]:
+        batch, hidden = self._compute(rows, None, on_layer)
+        return batch, self._head(batch, rows, hidden)
+
+    def _compute(
+        self, rows: Sequence[Row], hidden: Bytes | None, on_layer: Callable[[int], None] | None
+    ) -> tuple[Batch, Tensor]:
+        """[T, hidden size] behind the last layer that is here, from tokens or from what the stage before gave."""
         for row in rows:
             self._check(row)
         self._pages.settle(rows)
         batch = Batch(self._pages, self._scratch, rows, on_layer)
-        hidden = self._model.model(
-            input_ids=batch.ids, position_ids=batch.positions, use_cache=False, batch=batch
-        ).last_hidden_state[0]
+        given: dict[str, Tensor] = {"input_ids": batch.ids}
+        if hidden is not None:
+            states = torch.from_numpy(hidden).view(self._hidden_type).view(1, -1, self._hidden_size)
+            given = {"inputs_embeds": states.to(self.device)}
+        out = self._model.model(**given, position_ids=batch.positions, use_cache=False, batch=batch)
+        return batch, out.last_hidden_state[0]
+
+    def _head(self, batch: Batch, rows: Sequence[Row], hidden: Tensor) -> Tensor:
+        """[rows with `sampling`, vocabulary] float32."""
         picked = [index for index, row in enumerate(rows) if row.sampling is not None]
         if not picked:
-            return batch, hidden.new_empty((0, self.shape.vocabulary), dtype=torch.float32)
+            return hidden.new_empty((0, self.shape.vocabulary), dtype=torch.float32)
         last = batch.last[torch.tensor(picked, device=self.device)]
         logits = self._model.lm_head(hidden.index_select(0, last)).float()
         if self.shape.logits_divisor != 1.0:
             logits /= self.shape.logits_divisor
-        return batch, logits
+        return logits
 
     def _check(self, row: Row) -> None:
         end = row.start + row.count

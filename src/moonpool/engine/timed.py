@@ -21,6 +21,7 @@ from moonpool.core.blocks import key_space_id
 from moonpool.core.cost import DecodeCoefficients, PrefillCoefficients
 from moonpool.core.vocabulary import KeySpace
 from moonpool.engine.engine import Bytes, Draw, Row, draw_alone
+from moonpool.engine.pipeline import split_layers
 from moonpool.wire.messages import Sampling
 
 Words = npt.NDArray[np.uint64]
@@ -49,11 +50,19 @@ class TimedEngine:
     """See the module. `poison` fills pages with garbage at the start, as `poison_page` does."""
 
     def __init__(
-        self, *, page_count: int, block_tokens: int = 64, config: TimedConfig | None = None, poison: bool = False
+        self,
+        *,
+        page_count: int,
+        block_tokens: int = 64,
+        config: TimedConfig | None = None,
+        poison: bool = False,
+        stage: tuple[int, int] = (0, 1),
     ) -> None:
+        """`stage` (number, of so many): only this part of the layers, for `stage()`."""
         self.config = config = config or TimedConfig()
         self._block = block_tokens
-        shape = (config.layers, page_count, 2, block_tokens, config.words_per_half)
+        self._layers = split_layers(config.layers, stage[1])[stage[0]]
+        shape = (len(self._layers), page_count, 2, block_tokens, config.words_per_half)
         self._memory: Words = np.zeros(shape, np.uint64)
         self._sums: dict[int, tuple[int, int, int]] = {}
         """Page -> (its index in the sequence, tokens summed, sum), as long as nobody asked for its bytes."""
@@ -66,6 +75,10 @@ class TimedEngine:
     @property
     def space(self) -> KeySpace:
         return self._space
+
+    @property
+    def layers(self) -> range:
+        return self._layers
 
     @property
     def page_count(self) -> int:
@@ -86,29 +99,68 @@ class TimedEngine:
     def run(self, layer: int, page: int) -> Bytes:
         """A view to fill must be asked for anew each time: it makes the next step read the page's bytes again."""
         self._sums.pop(page, None)
-        view: Bytes = self._memory[layer, page].view(np.uint8).reshape(-1)
+        view: Bytes = self._memory[layer - self._layers.start, page].view(np.uint8).reshape(-1)
         return view
 
     def tail_runs(self, layer: int, page: int, tokens: int) -> tuple[Bytes, Bytes]:
         self._sums.pop(page, None)
-        halves = self._memory[layer, page, :, :tokens]
+        halves = self._memory[layer - self._layers.start, page, :, :tokens]
         return halves[0].view(np.uint8).reshape(-1), halves[1].view(np.uint8).reshape(-1)
 
     def step(self, rows: Sequence[Row], on_layer: Callable[[int], None] | None = None) -> list[Draw | None]:
         """See `Engine.step`. Takes the cost model's seconds, or what the hashing takes if that is more."""
         began = time.monotonic()
-        seconds = self._seconds(rows)
-        for row in rows:
-            self._check(row)
-        states = [self._states(row) for row in rows]
-        for layer in range(self.config.layers):
-            for row, state in zip(rows, states, strict=True):
-                self._write(layer, row, state)
-            due = began + seconds * (layer + 1) / self.config.layers
-            time.sleep(max(0.0, due - time.monotonic()))
+        self._compute(began, rows, [self._states(row) for row in self._checked(rows)], on_layer)
+        return [None if row.sampling is None else draw_alone(partial(self._draw, row, row.sampling)) for row in rows]
+
+    def hidden_bytes(self, tokens: int, rows: int) -> int:
+        return (tokens + rows) * WORD
+
+    def stage(
+        self, rows: Sequence[Row], hidden: Bytes | None, on_layer: Callable[[int], None] | None = None
+    ) -> Bytes | list[Draw | None]:
+        """See `StageEngine.stage`; `hidden` has the states of all positions, then the sum so far of each row."""
+        began = time.monotonic()
+        if hidden is None:
+            states, sums = [self._states(row) for row in self._checked(rows)], [0] * len(rows)
+        else:
+            words = hidden.view(np.uint64)
+            ends = np.cumsum([row.count for row in self._checked(rows)])
+            states = np.split(words[: ends[-1]], ends[:-1])
+            sums = [int(word) for word in words[ends[-1] :]]
+        self._compute(began, rows, states, on_layer)
+        drawing = [row.sampling is not None for row in rows]
+        if self._layers.stop == self.config.layers:
+            draws = [
+                partial(self._draw, row, row.sampling, total)
+                for row, total in zip(rows, sums, strict=True)
+                if row.sampling
+            ]
+            drawn = iter([draw_alone(draw) for draw in draws])
+            return [next(drawn) if draws_here else None for draws_here in drawing]
+        sums = [
+            self._sum(row, total) if draws_here else 0
+            for row, total, draws_here in zip(rows, sums, drawing, strict=True)
+        ]
+        out: Bytes = np.concatenate([*states, np.array(sums, np.uint64)]).view(np.uint8)
+        return out
+
+    def _compute(
+        self, began: float, rows: Sequence[Row], states: Sequence[Words], on_layer: Callable[[int], None] | None
+    ) -> None:
+        """KV of these states in the layers that are here, each when its share of the step's seconds is over."""
+        seconds = self._seconds(rows) / self.config.layers
+        for number, layer in enumerate(self._layers, 1):
+            for row, of_row in zip(rows, states, strict=True):
+                self._write(layer, row, of_row)
+            time.sleep(max(0.0, began + seconds * number - time.monotonic()))
             if on_layer is not None:
                 on_layer(layer)
-        return [None if row.sampling is None else draw_alone(partial(self._draw, row, row.sampling)) for row in rows]
+
+    def _checked(self, rows: Sequence[Row]) -> Sequence[Row]:
+        for row in rows:
+            self._check(row)
+        return rows
 
     def _check(self, row: Row) -> None:
         end = row.start + row.count
@@ -155,13 +207,19 @@ class TimedEngine:
             page = row.pages[index]
             if self._sums.get(page, (0, 0, 0))[1] > slot:
                 del self._sums[page]
-            self._memory[layer, page, :, slot : slot + count] = values[:, done : done + count]
+            self._memory[layer - self._layers.start, page, :, slot : slot + count] = values[:, done : done + count]
             done += count
 
-    def _draw(self, row: Row, sampling: Sampling) -> Draw:
+    def _sum(self, row: Row, total: int) -> int:
+        """Over all bytes here of the row's KV, on top of `total` of the layers before."""
         end = row.start + row.count
-        total = sum(self._page_sum(page, index, end) for index, page in enumerate(row.pages[: -(-end // self._block)]))
-        token = mix(total & MASK) % self.config.vocabulary
+        pages = row.pages[: -(-end // self._block)]
+        return (total + sum(self._page_sum(page, index, end) for index, page in enumerate(pages))) & MASK
+
+    def _draw(self, row: Row, sampling: Sampling, before: int = 0) -> Draw:
+        """`before`: the sum of the layers before those here."""
+        end = row.start + row.count
+        token = mix(self._sum(row, before)) % self.config.vocabulary
         ends = set(sampling.stop_token_ids)
         if not sampling.ignore_eos and self.config.end_token is not None:
             ends.add(self.config.end_token)
@@ -180,7 +238,7 @@ class TimedEngine:
             known = total = 0
         if known < used:
             words = self._memory[:, page, :, known:used]
-            total = (total + _weigh(words, index * self._block + known)) & MASK
+            total = (total + _weigh(words, index * self._block + known, self._layers.start)) & MASK
             self._sums[page] = (index, used, total)
         return total
 
@@ -207,11 +265,15 @@ def _kv(layer: int, states: Words, width: int) -> Words:
     return words
 
 
-def _weigh(words: Words, position: int) -> int:
-    """Sum over [layer, half, token, word] with an odd weight for each place, so that any one changed word shows."""
+def _weigh(words: Words, position: int, layer: int) -> int:
+    """Sum over [layer, half, token, word] with an odd weight for each place, so that any one changed word shows.
+
+    `position`, `layer`: of the first token and layer.
+    """
     layers, halves, tokens, width = words.shape
     positions = np.arange(position, position + tokens, dtype=np.uint64).reshape(1, 1, tokens, 1)
-    places = np.arange(layers * halves * width, dtype=np.uint64).reshape(layers, halves, 1, width)
+    first = layer * halves * width
+    places = np.arange(first, first + layers * halves * width, dtype=np.uint64).reshape(layers, halves, 1, width)
     weights = _mix(positions * np.uint64(1 << 20) + places) | np.uint64(1)
     return int((words * weights).sum(dtype=np.uint64))
 
