@@ -171,10 +171,11 @@ class TorchEngine:
         batch = Batch(self._pages, self._scratch, rows, on_layer)
         given: dict[str, Tensor] = {"input_ids": batch.ids}
         if hidden is not None:
-            states = torch.from_numpy(hidden).view(self._hidden_type).view(1, -1, self._hidden_size)
-            given = {"inputs_embeds": states.to(self.device)}
+            before = torch.from_numpy(hidden).view(self._hidden_type).view(1, -1, self._hidden_size)
+            given = {"inputs_embeds": before.to(self.device)}
         out = self._model.model(**given, position_ids=batch.positions, use_cache=False, batch=batch)
-        return batch, out.last_hidden_state[0]
+        states: Tensor = out.last_hidden_state[0]
+        return batch, states
 
     def _head(self, batch: Batch, rows: Sequence[Row], hidden: Tensor) -> Tensor:
         """[rows with `sampling`, vocabulary] float32."""
