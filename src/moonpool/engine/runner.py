@@ -183,7 +183,7 @@ class TorchEngine:
         if not picked:
             return hidden.new_empty((0, self.shape.vocabulary), dtype=torch.float32)
         last = batch.last[torch.tensor(picked, device=self.device)]
-        logits = self._model.lm_head(hidden.index_select(0, last)).float()
+        logits: Tensor = self._model.lm_head(hidden.index_select(0, last)).float()
         if self.shape.logits_divisor != 1.0:
             logits /= self.shape.logits_divisor
         return logits
