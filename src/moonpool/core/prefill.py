@@ -3,10 +3,13 @@
 A pure state machine like the Conductor: `handle(event, now) -> actions`, driven by `live/prefill.py` and the simulator.
 An order is in one of these states:
 
-    queued -> loading -> ready -> draining -> gone
+    queued -> loading <-> ready -> draining -> gone
        |         |          |        ^
        |         +----------+--------+   dropped: no more compute, pages stay until the driver's I/O has ended
        +-> gone                          dropped before it had pages
+
+A ready one may be computed while later layers of its prefix still come (PAPER §3); where they do not come in time it
+is loading again, and goes on from the blocks that did.
 
 Orders get pages, and ready ones chunks of a step of up to `chunk_tokens`, in the order of their line (`line.py`): short
 prompts share a step where that does not make one of them late, and go between the chunks of a long one that can afford
@@ -53,7 +56,10 @@ class Ordered(Struct, frozen=True):
 
 
 class Loaded(Struct, frozen=True):
-    """The KV of the first `blocks` blocks is in the order's pages."""
+    """The KV of the first `blocks` blocks is in the order's pages, or comes there, layer by layer, before it is needed.
+
+    Once more for an order that was in `StepDone.again`, when no step with it is in flight any more.
+    """
 
     request: RequestId
     attempt: int
@@ -71,6 +77,9 @@ class StepDone(Struct, frozen=True):
     """
 
     failed: bool = False
+    again: tuple[tuple[RequestId, int], ...] = ()
+    """Of these a layer of the prefix did not come: what was computed of them, in this step and in those in flight, does
+    not count. `Loaded` follows."""
 
 
 class KvStored(Struct, frozen=True):
@@ -282,10 +291,15 @@ class PrefillInstance:
         order.computed = event.blocks * self._block_tokens
         if order.computed >= order.tokens:
             raise ValueError(f"{order.computed} of {order.tokens} tokens loaded: one must be left to compute")
+        if order.flying:
+            raise ValueError(f"order {event.request} is in {order.flying} steps while it says what it loaded")
         order.state = _State.READY
         self._computable += not order.dropped
-        turn = self._turns[(event.request, event.attempt)]
-        order.per_token = turn.seconds / (order.tokens - order.computed)
+        turn, left = self._turns[(event.request, event.attempt)], order.tokens - order.computed
+        if order.begun:
+            self._line.work(turn, order.per_token * left)
+        else:
+            order.per_token = turn.seconds / left
 
     def _start_step(self, actions: list[PrefillAction], now: float) -> None:
         """A prompt that ends in the step has its first token when all of the step is computed: the others in it are so
@@ -336,10 +350,13 @@ class PrefillInstance:
             if event.failed:
                 self._computable -= order.is_computable
                 order.dropped = True
-            if order.dropped or order.computed == order.tokens:
+            elif (order.request, order.attempt) in event.again and order.state is _State.READY:
+                self._computable -= order.is_computable
+                order.state = _State.LOADING
+            if order.dropped or (order.computed == order.tokens and order.state is not _State.LOADING):
                 if not order.flying:
                     self._drain(order, actions)
-            else:
+            elif order.state is _State.READY:
                 left = order.per_token * (order.tokens - order.computed)
                 self._line.work(self._turns[(order.request, order.attempt)], left)
 

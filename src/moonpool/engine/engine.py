@@ -72,6 +72,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def takes_layers(self) -> bool:
+        """Whether a `run` that is written during a step counts in it, where `on_layer` of its layer waits for that."""
+        ...
+
+    @property
     def page_count(self) -> int: ...
 
     @property
@@ -95,7 +100,8 @@ class Engine(Protocol):
         """Compute the rows as one packed batch; draw where a row has `sampling`.
 
         What goes wrong in drawing for one row is that row's `Draw.error`; a raised error is one of the whole step.
-        `on_layer(l)` is called on this thread as soon as layer l's KV of all rows is in the pages.
+        `on_layer(l)` is called on this thread as soon as layer l's KV of all rows is in the pages, and before any of
+        them attends in that layer: it may wait until that layer of what is before `start` has come (`takes_layers`).
         An exception that it raises ends the step and passes through.
         """
         ...

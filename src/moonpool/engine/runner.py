@@ -106,6 +106,10 @@ class TorchEngine:
         return self._layers
 
     @property
+    def takes_layers(self) -> bool:
+        return self.device.type == "cpu"
+
+    @property
     def page_count(self) -> int:
         return self._pages.page_count
 

@@ -81,6 +81,10 @@ class TimedEngine:
         return self._layers
 
     @property
+    def takes_layers(self) -> bool:
+        return True
+
+    @property
     def page_count(self) -> int:
         return int(self._memory.shape[1])
 

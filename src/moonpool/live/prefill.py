@@ -13,19 +13,26 @@ from msgspec.structs import replace
 
 from moonpool.core import prefill as core
 from moonpool.core.actions import Cancel
+from moonpool.core.arrival import patience
+from moonpool.core.cost import PrefillCoefficients, PrefillCost
 from moonpool.core.events import Finished, PrefillDone, PrefillFailed, Reported
 from moonpool.core.vocabulary import PartId, PartKind, Peer, RequestId
 from moonpool.engine.engine import Draw, Engine, Row
 from moonpool.errors import MoonpoolError, PeerUnavailableError
-from moonpool.live.sink import Sink, copy_in
-from moonpool.live.worker import Endings, WorkerLife, describe, in_thread
+from moonpool.live.prefix import Prefix
+from moonpool.live.sink import Sink
+from moonpool.live.worker import Endings, WorkerLife, describe
 from moonpool.messenger.tcp import TcpMessenger
 from moonpool.store.pending import awaited
+from moonpool.store.views import Stream
 from moonpool.wire.link import Link
 from moonpool.wire.membership import Books
 from moonpool.wire.messages import Abandon, Envelope, HandOver, PrefillOrder, TokenOut, Tokens, Work
 
 log = logging.getLogger(__name__)
+
+STALL_SECONDS = 0.25
+"""The most that a step waits for a layer of one of its prompts, which was to come sooner: the others wait with it."""
 
 
 class PrefillConfig(Struct, frozen=True):
@@ -56,12 +63,14 @@ class _Job:
     tokens: list[int]
     pages: tuple[int, ...] = ()
     sink: Sink | None = None
+    prefix: Prefix | None = None
+    stumbled: bool = False
+    """A layer of its prefix did not come before it was needed: the step counts for nothing."""
     loading: asyncio.Task[None] | None = None
     handing: asyncio.Task[None] | None = None
     load_seconds: float = 0.0
     started: float = 0.0
     compute_seconds: float = 0.0
-    cached_tokens: int = 0
     dropped: bool = False
     finish: str | None = None
     """Set when the first token already ends the request."""
@@ -72,6 +81,10 @@ class _Job:
     @property
     def id(self) -> tuple[RequestId, int]:
         return self.work.request, self.work.attempt
+
+    @property
+    def hit_blocks(self) -> int:
+        return 0 if self.prefix is None else self.prefix.blocks
 
     def time_left(self) -> float:
         return self.work.time_left - (time.monotonic() - self.arrived)
@@ -85,7 +98,25 @@ class _Totals:
     steps: int = 0
     step_seconds: float = 0.0
     failures: int = 0
+    late_layers: int = 0
+    stall_seconds: float = 0.0
     bytes_stored: int = 0
+
+
+@dataclass(slots=True)
+class _Stall:
+    """Of one step: how long it has waited for layers."""
+
+    seconds: float = 0.0
+
+    def has(self, prefix: Prefix | None, layer: int) -> bool:
+        """Whether that layer is in the pages, or comes as long as the step may wait."""
+        if prefix is None:
+            return True
+        began = time.monotonic()
+        found = prefix.has(layer, began + STALL_SECONDS - self.seconds)
+        self.seconds += time.monotonic() - began
+        return found
 
 
 class PrefillWorker:
@@ -106,6 +137,9 @@ class PrefillWorker:
         self._books = Books(self._instance.check_integrity)
         self._ended = Endings()
         self._totals = _Totals()
+        self._cost = PrefillCost(PrefillCoefficients())
+        """As measured here."""
+        self._load_thread = ThreadPoolExecutor(1, "load")
         self._engine_thread = ThreadPoolExecutor(1, "engine")
         self._store_thread = ThreadPoolExecutor(1, "store")
 
@@ -123,6 +157,7 @@ class PrefillWorker:
         for job in self._jobs.values():
             job.dropped = True
         self._engine_thread.shutdown(cancel_futures=True)
+        self._load_thread.shutdown(cancel_futures=True)
         self._store_thread.shutdown(cancel_futures=True)
         self._messenger.close()
 
@@ -146,6 +181,8 @@ class PrefillWorker:
             "steps": t.steps,
             "step_seconds": t.step_seconds,
             "failed_prompts": t.failures,
+            "late_layers": t.late_layers,
+            "stall_seconds": t.stall_seconds,
             "bytes_stored": t.bytes_stored,
             "pages_used": self._instance.pool.used,
             "jobs": len(self._jobs),
@@ -211,42 +248,72 @@ class PrefillWorker:
     # ---- one order's way
 
     async def _load(self, job: _Job) -> None:
-        """Fetch, lease and copy what the pool has of the prefix; the rest will be computed."""
+        """Have what the pool has of the prefix come into the pages; the rest will be computed, from when it may begin.
+
+        Layer by layer (PAPER §3): the others come while the first ones are computed on.
+        """
         began = time.monotonic()
         work = job.work
-        space = work.place.space
         keys = work.keys[: (len(job.tokens) - 1) // self._block]
-        blocks = 0
+        fetch = work.place.fetch
+        source, fetched = (None, 0) if fetch is None else (fetch.source, fetch.first + fetch.count)
         try:
-            if (fetch := work.place.fetch) is not None:
-                wanted = keys[: fetch.first + fetch.count]
-                await awaited(self._life.node.fetch(fetch.source, space, wanted, job.time_left()))
-            if keys and not job.dropped:
-                lease = await awaited(self._life.node.lease(space, keys))
-                with lease:
-                    blocks = lease.count
-                    await in_thread(copy_in, self._engine, lease.views[:blocks], job.pages)
             job.sink = Sink(self._engine, self._life.node, self._life.here, self._messenger, work)
             if not job.dropped:
-                await job.sink.open(blocks)
+                stream = await awaited(self._life.node.stream(work.place.space, keys, source, fetched, job.time_left()))
+                try:
+                    await job.sink.open(len(stream.views))
+                except BaseException:
+                    stream.close()
+                    raise
+                job.prefix = self._prefix(job, stream)
         except MoonpoolError as e:
             job.failure = str(e)
             self._drop(job)
             return
-        if blocks and not job.dropped:
-            first = range(blocks)
-            job.sink.after(self._store_thread.submit(self._store_hits, job, list(zip(first, job.pages, strict=False))))
-        job.cached_tokens = blocks * self._block
+        await self._await_prefix(job)
         job.load_seconds = time.monotonic() - began
-        self._feed(core.Loaded(*job.id, blocks))
+        self._feed(core.Loaded(*job.id, job.hit_blocks))
 
-    def _store_hits(self, job: _Job, blocks: list[tuple[int, int]]) -> None:
-        """Blocks that were hits here but that the decode node lacks."""
-        assert job.sink is not None
-        for layer in range(self._engine.space.runs):
-            if job.dropped:
-                return
-            job.sink.store_blocks(layer, blocks, job.time_left())
+    def _prefix(self, job: _Job, stream: Stream) -> Prefix:
+        """On the load thread each layer of the hits is given to the store thread: the decode node may lack some."""
+
+        def on_layer(layer: int, blocks: int) -> None:
+            assert job.sink is not None
+            job.sink.after(self._store_thread.submit(self._store_hits, job, layer, blocks))
+
+        return Prefix(self._engine, self._load_thread, stream, job.pages, on_layer)
+
+    async def _await_prefix(self, job: _Job) -> None:
+        """Until computing may begin; blocks that do not come sooner than they are computed are given up."""
+        prefix = job.prefix
+        if prefix is None:
+            return
+        hits = prefix.blocks * self._block
+        chunk = self._cost.seconds(min(len(job.tokens), hits + self._config.chunk_tokens), hits)
+        until = time.monotonic() + patience(self._cost.seconds(hits, 0), job.time_left())
+        if job.dropped:
+            await prefix.stop()
+        elif not await (prefix.enough(chunk, until) if self._engine.takes_layers else prefix.complete(until)):
+            log.info("request %s: not all of its %d cached blocks came", job.work.label, prefix.blocks)
+            await prefix.cut()
+
+    async def _load_again(self, job: _Job) -> None:
+        """Its step went on without a layer. It begins again with the blocks that are whole; nothing of it is stored."""
+        assert job.prefix is not None
+        prefix = job.prefix
+        if not await prefix.complete(time.monotonic() + patience(0.0, job.time_left())):
+            await prefix.cut()
+        if job.sink is not None:
+            await job.sink.settle()
+        job.stumbled = False
+        self._feed(core.Loaded(*job.id, job.hit_blocks))
+
+    def _store_hits(self, job: _Job, layer: int, blocks: int) -> None:
+        """On the store thread: hits here that the decode node lacks."""
+        if job.sink is not None and not job.dropped:
+            hits = list(zip(range(blocks), job.pages, strict=False))
+            job.sink.store_blocks(layer, hits, job.time_left(), are_hits=True)
 
     async def _step(self, chunks: tuple[core.Chunk, ...]) -> None:
         jobs = [self._jobs[(c.request, c.attempt)] for c in chunks]
@@ -271,14 +338,17 @@ class PrefillWorker:
         for chunk, job, draw in zip(chunks, jobs, draws, strict=True):
             job.compute_seconds += seconds * chunk.count / tokens
             self._totals.computed_tokens += chunk.count
-            if draw is None or job.dropped:
+            if draw is None or job.dropped or job.stumbled:
                 continue
             if draw.error is None:
                 self._first_token(job, draw)
             else:
                 job.failure = draw.error
                 self._drop(job)
-        self._feed(core.StepDone())
+        again = [job for job in jobs if job.stumbled and not job.dropped]
+        self._feed(core.StepDone(again=tuple(job.id for job in again)))
+        for job in again:
+            job.loading = self._life.spawn(self._load_again(job))
 
     def _compute(self, chunks: tuple[core.Chunk, ...], jobs: list[_Job]) -> list[Draw | None]:
         """On the engine's thread."""
@@ -297,14 +367,24 @@ class PrefillWorker:
             for chunk, job in zip(chunks, jobs, strict=True)
         ]
 
-        def on_layer(layer: int) -> None:
-            if all(job.dropped for job in jobs):
-                raise _StepAbortedError
-            for chunk, job in zip(chunks, jobs, strict=True):
-                if not job.dropped and job.sink is not None:
-                    job.sink.after(self._store_thread.submit(self._store_layer, job, chunk, layer))
+        stall = _Stall()
 
-        return self._engine.step(rows, on_layer)
+        def on_layer(layer: int) -> None:
+            for chunk, job in zip(chunks, jobs, strict=True):
+                if not (job.dropped or job.stumbled) and job.sink is not None:
+                    job.sink.after(self._store_thread.submit(self._store_layer, job, chunk, layer))
+            for job in jobs:
+                if not (job.dropped or job.stumbled) and not stall.has(job.prefix, layer):
+                    job.stumbled = True
+                    self._totals.late_layers += 1
+                    log.warning("request %s: layer %d of its prefix did not come in time", job.work.label, layer)
+            if all(job.dropped or job.stumbled for job in jobs):
+                raise _StepAbortedError
+
+        try:
+            return self._engine.step(rows, on_layer)
+        finally:
+            self._totals.stall_seconds += stall.seconds
 
     def _store_layer(self, job: _Job, chunk: core.Chunk, layer: int) -> None:
         """On the store thread: the runs that this chunk has completed in this layer."""
@@ -322,6 +402,7 @@ class PrefillWorker:
         """The token to the gateway, the request to its decode worker, the facts to the Conductor."""
         work = job.work
         position = len(job.tokens) - work.prompt_tokens
+        cached = job.hit_blocks * self._block
         if draw.is_end:
             job.finish = "stop"
         elif position + 1 >= work.sampling.max_tokens:
@@ -334,28 +415,27 @@ class PrefillWorker:
             draw.logprob,
             tuple(draw.top),
             job.finish,
-            job.cached_tokens,
+            cached,
         )
         self._life.link.post(work.gateway, Tokens((token,)))
         self._totals.prompts += 1
-        self._totals.cached_tokens += job.cached_tokens
-        computed = len(job.tokens) - job.cached_tokens
+        self._totals.cached_tokens += cached
+        computed = len(job.tokens) - cached
+        self._cost.observe(len(job.tokens), cached, job.compute_seconds)
         job.tokens.append(draw.token)
         if job.finish is None:
             handed = replace(work, tokens=tuple(job.tokens), time_left=job.time_left())
-            job.handing = self._life.spawn(
-                self._hand_over(job, HandOver(handed, self._life.link.me, job.cached_tokens))
-            )
+            job.handing = self._life.spawn(self._hand_over(job, HandOver(handed, self._life.link.me, cached)))
         queue_seconds = job.started - job.arrived - job.load_seconds
         self._life.tell(
-            PrefillDone(*job.id, self._life.link.me.id, computed, job.cached_tokens, queue_seconds, job.compute_seconds)
+            PrefillDone(*job.id, self._life.link.me.id, computed, cached, queue_seconds, job.compute_seconds)
         )
         log.info(
             "request %s: %s attempt %d prefilled %d tokens (%d cached) in %.3f s",
             work.label,
             *job.id,
             computed,
-            job.cached_tokens,
+            cached,
             job.compute_seconds,
         )
 
@@ -366,8 +446,12 @@ class PrefillWorker:
             job.failure = str(e)
 
     async def _drain(self, job: _Job) -> None:
+        if job.prefix is not None:
+            await job.prefix.stop()
         if running := [task for task in (job.loading, job.handing) if task is not None]:
             await asyncio.wait(running)
+        if job.prefix is not None:
+            await job.prefix.stop()  # it may have come while the load was awaited
         problem = await job.sink.drain() if job.sink is not None else None
         self._jobs.pop(job.id, None)
         self._ended.add(*job.id)

@@ -90,6 +90,8 @@ class Sink:
         self._room: Room | None = None
         self._stores: list[concurrent.futures.Future[None]] = []
         self._writes: list[concurrent.futures.Future[None]] = []
+        self._stored: set[tuple[int, int]] = set()
+        """(index, layer): what is computed again is not stored again, its checksum might be another."""
         self.bytes_stored = 0
 
     async def open(self, hit_blocks: int) -> None:
@@ -104,13 +106,22 @@ class Sink:
         """`drain` waits for this job of the store thread."""
         self._stores.append(store)
 
-    def store_blocks(self, layer: int, blocks: Sequence[tuple[int, int]], time_left: float) -> None:
-        """Layer `layer` of these (block index, page) is final: copy and send it."""
+    def store_blocks(
+        self, layer: int, blocks: Sequence[tuple[int, int]], time_left: float, are_hits: bool = False
+    ) -> None:
+        """Layer `layer` of these (block index, page) is final: copy and send it.
+
+        `are_hits`: this node's pool has them, or is just getting them.
+        """
+        room = None if are_hits and self._remote else self._room
         writes: list[RoomWrite] = []
         complete: list[tuple[int, int, int]] = []
         checksums: list[int] = []
         for index, page in blocks:
-            view = self._room.run(index, layer) if self._room is not None else None
+            if (index, layer) in self._stored:
+                continue
+            self._stored.add((index, layer))
+            view = room.run(index, layer) if room is not None else None
             is_sent = bool(self._remote) and index in self._lacking
             if view is None and not is_sent:
                 continue
@@ -127,6 +138,9 @@ class Sink:
 
     def store_tail(self, layer: int, page: int, tokens: int, time_left: float) -> None:
         """Layer `layer` of the partial last block: only its valid tokens travel."""
+        if (TAIL, layer) in self._stored:
+            return
+        self._stored.add((TAIL, layer))
         keys, values = self._engine.tail_runs(layer, page, tokens)
         digest = checksum(keys, values)
         if self._remote:
@@ -152,7 +166,7 @@ class Sink:
         if writes:
             self._writes.append(self._messenger.write(self._remote, writes, time_left))
 
-    async def drain(self) -> str | None:
+    async def settle(self) -> str | None:
         """Wait until no I/O touches the engine's pages. Returns why the KV did not arrive, or None."""
         problem: str | None = None
         for futures in (self._stores, self._writes):
@@ -161,6 +175,11 @@ class Sink:
                     await asyncio.wrap_future(future)
                 except MoonpoolError as e:
                     problem = problem or str(e)
+        return problem
+
+    async def drain(self) -> str | None:
+        """`settle`, and no more comes."""
+        problem = await self.settle()
         if self._room is not None:
             self._node.close_room(self._room)
         return problem

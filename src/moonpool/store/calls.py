@@ -17,7 +17,7 @@ from itertools import count
 
 from moonpool.core.vocabulary import PartId
 from moonpool.errors import PoolError
-from moonpool.store.messages import Answer, Call, Frames, RefusedCall, RoomEnded, Welcome, frame
+from moonpool.store.messages import Answer, Arrived, Call, Frames, RefusedCall, RoomEnded, Welcome, frame
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class Caller:
             unwanted: list[Answer] = []
             with self._changed:
                 for answer in answers:
-                    if isinstance(answer, RoomEnded | Welcome):
+                    if isinstance(answer, RoomEnded | Arrived | Welcome):
                         continue
                     if answer.serial == serial:
                         found = answer

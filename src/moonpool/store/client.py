@@ -28,6 +28,7 @@ from moonpool.store.board import BoardView
 from moonpool.store.messages import (
     PROTOCOL,
     Answer,
+    Arrived,
     Audit,
     Audited,
     AwaitRoom,
@@ -48,12 +49,14 @@ from moonpool.store.messages import (
     RoomEnded,
     RoomOpened,
     RoomReady,
+    StreamBlocks,
+    Streaming,
     Welcome,
     answer_frames,
     frame,
 )
 from moonpool.store.pending import Pending, awaited
-from moonpool.store.views import Lease, Room, RoomContents
+from moonpool.store.views import Lease, Room, RoomContents, Stream
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +94,7 @@ class NodeClient:
         self._lock = threading.Lock()
         self._pending: dict[int, Pending[Any]] = {}
         self._rooms: dict[int, Room] = {}
+        self._streams: dict[int, Stream] = {}
         self._serials = count(1)
         self._closed = False
         self._gone = False
@@ -121,6 +125,26 @@ class NodeClient:
             return answer.readable
 
         return self._call(lambda serial: FetchBlocks(serial, source, space, tuple(keys), time_left), accept)
+
+    def stream(
+        self, space: KeySpace, keys: Sequence[BlockKey], source: NodePeer | None, fetched: int, time_left: float
+    ) -> Future[Stream]:
+        """The leading blocks that the node has in any tier, or gets from `source`, which is asked for the first
+        `fetched` keys; their layers come in order and are readable as they do.
+        """
+
+        def accept(answer: Answer) -> Stream:
+            assert isinstance(answer, Streaming)
+            number = answer.room
+            views = [self._view(offset, space.block_bytes, writable=False) for offset in answer.offsets]
+            stream = Stream(lambda: self._close_room(number), views, answer.runs, answer.whole, answer.is_over)
+            with self._lock:
+                self._streams[number] = stream
+            return stream
+
+        return self._call(
+            lambda serial: StreamBlocks(serial, space, tuple(keys), source, fetched, max(0.0, time_left)), accept
+        )
 
     def open_room(self, space: KeySpace, keys: Sequence[BlockKey], tail_tokens: int = 0) -> Future[Room]:
         """Room for caching: as many leading keys as there is space for. `keys` start at the prompt's first block."""
@@ -212,6 +236,7 @@ class NodeClient:
     def _close_room(self, number: int) -> None:
         with self._lock:
             self._rooms.pop(number, None)
+            self._streams.pop(number, None)
         self._send_last(CloseRoom(number))
 
     def _call(self, make: Callable[[int], Call], accept: Callable[[Answer], T]) -> Future[T]:
@@ -264,6 +289,12 @@ class NodeClient:
             if room is not None:
                 room.ended = True
             return
+        if isinstance(answer, Arrived):
+            with self._lock:
+                stream = self._streams.get(answer.room)
+            if stream is not None:
+                stream.change(answer.runs, answer.whole, answer.is_over)
+            return
         if isinstance(answer, Welcome):
             raise PoolError("a second Welcome")
         with self._lock:
@@ -278,6 +309,9 @@ class NodeClient:
             was_closed = self._closed
             pending, self._pending = self._pending, {}
             rooms, self._rooms = self._rooms, {}
+            streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.change(0, 0, is_over=True)
         for room in rooms.values():
             room.ended = True
         for call in pending.values():

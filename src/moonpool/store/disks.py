@@ -22,7 +22,7 @@ from moonpool.errors import ConfigError
 from moonpool.store.arena import Arena
 from moonpool.store.extents import page_aligned
 from moonpool.store.index import Index
-from moonpool.store.reads import Load, Outcome, Read, adjoining, reads_of
+from moonpool.store.reads import Load, Outcome, Read, adjoining, layered_reads_of, reads_of
 from moonpool.store.shelf import Saves, Shelf
 from moonpool.store.slab import Slab
 from moonpool.store.volumes import (
@@ -113,11 +113,11 @@ class Disks:
         for opening in list(self._opening):
             opening.opened.add_done_callback(partial(self._came_late, opening))
 
-    def load(self, loads: Sequence[Load]) -> None:
-        """Begin to load."""
+    def load(self, loads: Sequence[Load], by_layers: bool = False) -> None:
+        """Begin to load. `by_layers`: the first layers of all of them come before the next ones of any."""
         refused: list[Read] = []
         with self._changed:
-            for read in reads_of(loads):
+            for read in layered_reads_of(loads) if by_layers else reads_of(loads):
                 # One that has just come may be on the shelf a moment before it is here.
                 volume = self._volumes.get(read.volume)
                 if volume is None or volume.is_lost or self._closed:

@@ -203,6 +203,17 @@ class Ledger:
             self._give(room, client)
             return room
 
+    def share(self, client: ClientId, room: Room, wanted: int, found: int) -> None:
+        """The client, which wanted so many blocks, reads those of this caching room as well until it closes it.
+
+        Raises PoolError where they are too many for it.
+        """
+        with self._lock:
+            self._quotas.check(client, "stream", bytes_of(room.blocks))
+            self._quotas.hold(client, room.blocks)
+            self._count_hits(wanted, found)
+            room.readers.add(client)
+
     def open_each(
         self, client: ClientId, space: KeySpace, keys: Sequence[BlockKey], metas: Sequence[BlockMeta]
     ) -> Room:
@@ -396,7 +407,8 @@ class Ledger:
                 held[lease.client] += bytes_of(lease.blocks)
             for room in self._rooms.values():
                 if room.reserved is None:
-                    held.update(dict.fromkeys(room.writers, bytes_of(room.blocks)))
+                    for client in (*room.writers, *room.readers):
+                        held[client] += bytes_of(room.blocks)
             assert +held == self._quotas.held, f"clients hold {held}, counted as {self._quotas.held}"
 
     def _check(self, space: KeySpace, keys: Sequence[BlockKey], tail_tokens: int = 0) -> None:
@@ -505,6 +517,8 @@ class Ledger:
     def _leave(self, room: Room, client: ClientId) -> None:
         was_reader, was_writer = client in room.readers, client in room.writers
         if was_writer and room.reserved is None:
+            self._quotas.let_go(client, room.blocks)
+        if was_reader and room.reserved is None:
             self._quotas.let_go(client, room.blocks)
         room.readers.discard(client)
         room.writers.discard(client)

@@ -48,6 +48,17 @@ class FetchBlocks(Struct, frozen=True, tag=True):
     time_left: TimeLeft
 
 
+class StreamBlocks(Struct, frozen=True, tag=True):
+    """The leading blocks that are here in any tier, or come from `source` (the first `fetched` of them), by layers."""
+
+    serial: int
+    space: KeySpace
+    keys: tuple[BlockKey, ...]
+    source: NodePeer | None
+    fetched: Annotated[int, Meta(ge=0)]
+    time_left: TimeLeft
+
+
 class OpenRoom(Struct, frozen=True, tag=True):
     serial: int
     space: KeySpace
@@ -178,6 +189,20 @@ class Fetched(Struct, frozen=True, tag=True):
     readable: int
 
 
+class Streaming(Struct, frozen=True, tag=True):
+    """The answer to `StreamBlocks`: a room whose blocks the client reads as they come; `CloseRoom` ends it."""
+
+    serial: int
+    room: int
+    offsets: tuple[int, ...]
+    runs: int
+    """So many leading runs of all the blocks are there."""
+    whole: int
+    """So many leading blocks are."""
+    is_over: bool
+    """Nothing more will come."""
+
+
 class RoomOpened(Struct, frozen=True, tag=True):
     """The answer to `OpenRoom` and `JoinRoom`: None for a block that is readable already, or has no room."""
 
@@ -220,10 +245,20 @@ class RoomEnded(Struct, frozen=True, tag=True):
     room: int
 
 
+class Arrived(Struct, frozen=True, tag=True):
+    """To the reader of a stream, unasked: what of it is there now (as in `Streaming`)."""
+
+    room: int
+    runs: int
+    whole: int
+    is_over: bool
+
+
 Call = (
     Hello
     | LeaseBlocks
     | FetchBlocks
+    | StreamBlocks
     | OpenRoom
     | JoinRoom
     | Complete
@@ -242,6 +277,8 @@ Answer = (
     Welcome
     | Leased
     | Fetched
+    | Streaming
+    | Arrived
     | RoomOpened
     | RoomReady
     | Measured

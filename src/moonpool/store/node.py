@@ -44,6 +44,7 @@ from moonpool.store.orders import Orders
 from moonpool.store.places import amount
 from moonpool.store.rooms import ClientId, RoomId
 from moonpool.store.server import HoldingRules, LocalServer, listen
+from moonpool.store.streaming import Streamer
 from moonpool.wire.link import Link
 from moonpool.wire.membership import Absences, Membership
 from moonpool.wire.messages import Envelope, Located, Message
@@ -141,11 +142,14 @@ async def run_node(
         stack.callback(data.close)
         stack.callback(exchange.close)
         fetcher = Fetcher(arena, node.ledger, loader, messenger, data.address)
+        streamer = Streamer(arena, node.ledger, node.disks, messenger, data.address)
         node.orders = Orders(gatherer, desk, node.ledger.shelf)
         welcome = Welcome(link.me.id, link.me.incarnation, arena.size, arena.board.entries)
         node.data = data
         rules = HoldingRules(config.lease_seconds, config.grace, quota, config.life_fd)
-        node.clients = LocalServer(listener, welcome, arena, node.ledger, loader, fetcher, desk, node.counters, rules)
+        node.clients = LocalServer(
+            listener, welcome, arena, node.ledger, loader, fetcher, streamer, desk, node.counters, rules
+        )
         describe = Registered(
             PartKind.NODE,
             link.me,

@@ -6,6 +6,7 @@ block is cut, and small neighbours are read together.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from moonpool.store.index import Shelved
 
 PART_BYTES = 2 << 20
 """Of one read."""
+LAYERED_BYTES = 256 << 10
+"""Of one where the layers of a prompt are wanted one after the other."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +33,8 @@ class Load:
     """Whole pages."""
     done: Callable[[bool, bool], None]
     """(is it there and verified, is it damaged on the disk); exactly once, on whatever thread."""
+    landed: Callable[[int, Sequence[int]], None] = lambda first, checksums: None
+    """Runs from the first one on are there and verified, with their checksums; on whatever thread, before `done`."""
 
 
 class Outcome(Enum):
@@ -64,8 +69,14 @@ class Arrival:
     def sum_up(self, start: int, stop: int) -> None:
         """The bytes from `start` to `stop` are there: take the checksums of the runs that lie between them."""
         run_bytes = self.load.shelved.space.run_bytes
-        for run in range(-(-start // run_bytes), min(stop // run_bytes, len(self._sums))):
-            self._sums[run] = self._checksum(run)
+        runs = range(-(-start // run_bytes), min(stop // run_bytes, len(self._sums)))
+        if not runs:
+            return
+        sums = [self._checksum(run) for run in runs]
+        self._sums[runs.start : runs.stop] = sums
+        expected = np.frombuffer(self.load.shelved.checksums, "<u8")[runs.start : runs.stop]
+        if sums == expected.tolist():
+            self.load.landed(runs.start, sums)
 
     def end_part(self) -> Outcome | None:
         """What has become of the block, when this was the last part."""
@@ -142,6 +153,13 @@ def reads_of(loads: Sequence[Load]) -> Iterator[Read]:
             yield from _parts(chosen[0])
 
 
+def layered_reads_of(loads: Sequence[Load]) -> Iterator[Read]:
+    """The first layers of all blocks before the next ones of any: computing on them may begin while the rest comes."""
+    parts = [list(_parts(load, LAYERED_BYTES)) for load in loads]
+    for together in itertools.zip_longest(*parts):
+        yield from (read for read in together if read is not None)
+
+
 def adjoining(shelved: Sequence[Shelved], most_bytes: int) -> Iterator[list[Shelved]]:
     """Runs of neighbours in a slab, of blocks sorted by offset; at most `most_bytes` together, or one."""
     group: list[Shelved] = []
@@ -157,11 +175,11 @@ def adjoining(shelved: Sequence[Shelved], most_bytes: int) -> Iterator[list[Shel
         yield group
 
 
-def _parts(load: Load) -> Iterator[Read]:
+def _parts(load: Load, part_bytes: int = PART_BYTES) -> Iterator[Read]:
     """Whole runs where these are whole pages, so that no run is left to be summed up at the end."""
     run_bytes, size = load.shelved.space.run_bytes, load.target.nbytes
-    step = PART_BYTES // run_bytes * run_bytes
-    if step % PAGE_BYTES or not step:
+    step = max(1, part_bytes // run_bytes) * run_bytes
+    if step % PAGE_BYTES or step > PART_BYTES:
         step = PART_BYTES
     starts = range(0, size, step)
     arrival = Arrival(load, len(starts))

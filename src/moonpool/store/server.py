@@ -25,6 +25,7 @@ from moonpool.store.messages import Welcome
 from moonpool.store.overdue import Overdue
 from moonpool.store.rooms import ClientId, RoomId
 from moonpool.store.session import Session
+from moonpool.store.streaming import Streamer
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class LocalServer:
         ledger: Ledger,
         loader: Loader,
         fetcher: Fetcher,
+        streamer: Streamer,
         desk: Desk,
         measure: Callable[[], dict[str, float]],
         rules: HoldingRules,
@@ -86,6 +88,7 @@ class LocalServer:
         self._ledger = ledger
         self._loader = loader
         self._fetcher = fetcher
+        self._streamer = streamer
         self._desk = desk
         self._measure = measure
         self._rules = rules
@@ -178,6 +181,7 @@ class LocalServer:
             self._ledger,
             self._loader,
             self._fetcher,
+            self._streamer,
             self._desk,
             self._measure,
         )

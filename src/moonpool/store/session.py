@@ -26,6 +26,7 @@ from moonpool.store.loader import Loader
 from moonpool.store.messages import (
     PROTOCOL,
     Answer,
+    Arrived,
     Ask,
     Audit,
     Audited,
@@ -52,6 +53,7 @@ from moonpool.store.messages import (
     RoomEnded,
     RoomOpened,
     RoomReady,
+    StreamBlocks,
     Told,
     Touch,
     Welcome,
@@ -59,6 +61,7 @@ from moonpool.store.messages import (
     frame,
 )
 from moonpool.store.rooms import ClientId, Room, RoomId
+from moonpool.store.streaming import Streamer
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +85,7 @@ class Session:
         ledger: Ledger,
         loader: Loader,
         fetcher: Fetcher,
+        streamer: Streamer,
         desk: Desk,
         measure: Callable[[], dict[str, float]],
     ) -> None:
@@ -93,6 +97,7 @@ class Session:
         self._ledger = ledger
         self._loader = loader
         self._fetcher = fetcher
+        self._streamer = streamer
         self._desk = desk
         self._measure = measure
         self._loop = asyncio.get_running_loop()
@@ -140,6 +145,11 @@ class Session:
     def room_ended(self, room: RoomId) -> None:
         """Called on the loop's thread."""
         self._send(RoomEnded(room))
+
+    def _arrived(self, arrived: Arrived) -> None:
+        """On whatever thread. Some transfer may end when the loop is closed already."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._send, arrived)
 
     def _readable(self) -> None:
         try:
@@ -250,7 +260,7 @@ class Session:
                 self._send(self._answered(call))
 
     def _answered(
-        self, call: LeaseBlocks | LeaseEach | OpenRoom | OpenEach | Commit | JoinRoom | Measure | Audit
+        self, call: LeaseBlocks | LeaseEach | StreamBlocks | OpenRoom | OpenEach | Commit | JoinRoom | Measure | Audit
     ) -> Answer:
         try:
             return self._answer(call)
@@ -258,7 +268,7 @@ class Session:
             return RefusedCall(call.serial, str(e))
 
     def _answer(
-        self, call: LeaseBlocks | LeaseEach | OpenRoom | OpenEach | Commit | JoinRoom | Measure | Audit
+        self, call: LeaseBlocks | LeaseEach | StreamBlocks | OpenRoom | OpenEach | Commit | JoinRoom | Measure | Audit
     ) -> Answer:
         match call:
             case LeaseBlocks():
@@ -268,6 +278,8 @@ class Session:
                 lease, found = self._ledger.lease_each(self._client, call.space, unpacked(call.keys))
                 offsets = [-1 if block is None else block.offset for block in found]
                 return LeasedEach(call.serial, lease.id, struct.pack(f"<{len(offsets)}q", *offsets))
+            case StreamBlocks():
+                return self._streamer.begin(self._client, call, self._arrived)
             case OpenRoom():
                 return _opened(call.serial, self._ledger.open(self._client, call.space, call.keys, call.tail_tokens))
             case OpenEach():

@@ -78,6 +78,34 @@ class Room(_Held):
         return view[run * run_bytes : (run + 1) * run_bytes]
 
 
+class Stream(_Held):
+    """Leading blocks of a prompt while they come, layer after layer (PAPER §3), readable as far as they are there."""
+
+    def __init__(
+        self, close: Callable[[], None], views: Sequence[Bytes], runs: int, whole: int, is_over: bool = False
+    ) -> None:
+        super().__init__(close)
+        self.views = views
+        """Read-only, `space.block_bytes` each."""
+        self.runs = runs
+        """So many leading runs of all of them are there."""
+        self.whole = whole
+        """So many leading blocks are there, with all of their runs."""
+        self.is_over = is_over
+        """Nothing more will come."""
+        self._on_change: Callable[[], None] = lambda: None
+
+    def tell(self, on_change: Callable[[], None]) -> None:
+        """Call this now, and whenever more is there, or nothing more will be; on a thread of the client."""
+        self._on_change = on_change
+        on_change()
+
+    def change(self, runs: int, whole: int, is_over: bool) -> None:
+        """More has come."""
+        self.runs, self.whole, self.is_over = max(self.runs, runs), max(self.whole, whole), self.is_over or is_over
+        self._on_change()
+
+
 class RoomContents(_Held):
     """All the KV of a hand-over room: readable, and in place until `close`, which ends the room."""
 

@@ -1,0 +1,220 @@
+"""Blocks of a prompt come into the arena layer after layer, from SSD and from another node (PAPER §3).
+
+Whoever computes on them begins when the first layer of all of them is there; the others come meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+import numpy as np
+
+from moonpool.core.vocabulary import BlockMeta, KeySpace
+from moonpool.errors import PoolError, TransferError
+from moonpool.messenger.tcp import TcpMessenger
+from moonpool.store.arena import Arena
+from moonpool.store.blocks import Block
+from moonpool.store.disks import Disks
+from moonpool.store.extents import page_aligned
+from moonpool.store.index import Shelved
+from moonpool.store.ledger import Ledger
+from moonpool.store.messages import Arrived, StreamBlocks, Streaming
+from moonpool.store.reads import Load
+from moonpool.store.rooms import ClientId, Room
+
+log = logging.getLogger(__name__)
+
+FETCH_BYTES = 1 << 20
+"""Of as many layers as make so much, from all blocks together, at least one."""
+
+Tell = Callable[[Arrived], None]
+
+
+class Streamer:
+    """Thread-safe, and never waits."""
+
+    def __init__(self, arena: Arena, ledger: Ledger, disks: Disks, messenger: TcpMessenger, own_address: str) -> None:
+        self._arena = arena
+        self._ledger = ledger
+        self._disks = disks
+        self._messenger = messenger
+        self._own_address = own_address
+
+    def begin(self, client: ClientId, call: StreamBlocks, tell: Tell) -> Streaming:
+        """The client reads the room from now on; `tell` (on whatever thread) says what of it has come.
+
+        Raises PoolError for impossible keys or space, or where the client holds too much.
+        """
+        space, keys, shelf = call.space, call.keys, self._ledger.shelf
+        is_fetched = call.source is not None and call.source.data_address != self._own_address and call.time_left > 0
+        here, borrowed = shelf.borrow(space.id, keys)
+        reach = max(here, min(call.fetched, len(keys))) if is_fetched else here
+        owner = self._ledger.own_client()
+        try:
+            metas = [BlockMeta(keys[index - 1] if index else None, index) for index in range(reach)]
+            for index, shelved in borrowed:
+                metas[index] = BlockMeta(shelved.parent, shelved.index, shelved.tokens)
+            room = self._ledger.open(owner, space, keys[:reach], metas=metas)
+        except PoolError:
+            shelf.give_back([shelved for _, shelved in borrowed])
+            raise
+        saved = {index: shelved for index, shelved in borrowed if shelved.space == space}
+        blocks = _to_come(room, here, saved)
+        try:
+            self._ledger.share(client, room, len(keys), len(blocks))
+        except PoolError:
+            self._ledger.close(owner, room.id)
+            shelf.give_back([shelved for _, shelved in borrowed])
+            raise
+
+        def end() -> None:
+            shelf.give_back([shelved for _, shelved in borrowed], coming.damaged)
+            self._ledger.close(owner, room.id)
+
+        coming = _Coming(self._ledger, owner, room, blocks, tell, end)
+        loads = [
+            self._load(coming, index, saved[index], block)
+            for index, block in enumerate(blocks)
+            if not block.resident and index in saved
+        ]
+        wanted = [index for index, block in enumerate(blocks) if not block.resident and index not in saved]
+        reads = _layers_at_once(space, len(wanted)) if wanted else []
+        answer = coming.start(call.serial, len(loads) + len(reads))
+        self._disks.load(loads, by_layers=True)
+        for first, count in reads:
+            self._fetch(coming, call, wanted, first, count)
+        return answer
+
+    def _load(self, coming: _Coming, index: int, shelved: Shelved, block: Block) -> Load:
+        target = self._arena.slice(block.offset, page_aligned(block.nbytes))
+        return Load(shelved, target, partial(coming.loaded, index, shelved), partial(coming.landed, index))
+
+    def _fetch(self, coming: _Coming, call: StreamBlocks, wanted: Sequence[int], first: int, count: int) -> None:
+        assert call.source is not None
+        source, space = call.source, call.space
+        start, nbytes = first * space.run_bytes, count * space.run_bytes
+        read = self._messenger.read(
+            source.data_address,
+            space.id,
+            [call.keys[index] for index in wanted],
+            [self._arena.slice(coming.blocks[index].offset + start, nbytes) for index in wanted],
+            call.time_left,
+            lambda position, checksums: coming.landed(wanted[position], first, checksums),
+            layers=(first, count),
+        )
+
+        def over(done: Future[int]) -> None:
+            error = done.exception()
+            if isinstance(error, TransferError):
+                log.warning("layers %d… of %d blocks did not come from %s: %s", first, len(wanted), source.id, error)
+            elif error is not None:
+                log.error("layers %d… of %d blocks from %s", first, len(wanted), source.id, exc_info=error)
+            coming.end_part()
+
+        read.add_done_callback(over)
+
+
+def _to_come(room: Room, here: int, saved: dict[int, Shelved]) -> list[Block]:
+    """The leading blocks of the room that are there, or can come: from SSD those below `here`, the others by tcp."""
+    blocks: list[Block] = []
+    for index, block in enumerate(room.blocks):
+        if block is None or not (block.resident or index in saved or index >= here):
+            break
+        blocks.append(block)
+    return blocks
+
+
+def _layers_at_once(space: KeySpace, blocks: int) -> list[tuple[int, int]]:
+    """(first layer, layers) of each transfer."""
+    count = min(space.runs, -(-FETCH_BYTES // (blocks * space.run_bytes)))
+    return [(first, min(count, space.runs - first)) for first in range(0, space.runs, count)]
+
+
+class _Coming:
+    """One stream: which runs of its blocks are there."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        owner: ClientId,
+        room: Room,
+        blocks: Sequence[Block],
+        tell: Tell,
+        on_end: Callable[[], None],
+    ) -> None:
+        self.blocks = blocks
+        self.damaged: list[Shelved] = []
+        """What the SSD has of them that is not what was put."""
+        self._ledger = ledger
+        self._owner = owner
+        self._room = room
+        self._tell = tell
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        runs = room.space.runs
+        self._all = (1 << runs) - 1
+        self._there = [self._all if block.resident else 0 for block in blocks]
+        """Of each block a bitmask of its runs."""
+        self._missing = [sum(not there for there in self._there)] * runs
+        """Of each run, how many blocks lack it."""
+        self._runs = 0
+        """How many leading ones nobody lacks."""
+        self._parts = 0
+        self._advance()
+
+    def start(self, serial: int, parts: int) -> Streaming:
+        self._parts = parts
+        offsets = tuple(block.offset for block in self.blocks)
+        answer = Streaming(serial, self._room.id, offsets, self._runs, self._whole(), not parts)
+        if not parts:
+            self._on_end()
+        return answer
+
+    def landed(self, index: int, first: int, checksums: Sequence[int]) -> None:
+        """Runs of a block are there and verified."""
+        self._ledger.complete(self._owner, self._room.id, [(index, first, len(checksums))], checksums)
+        arrived = None
+        with self._lock:
+            before = self._runs
+            for run in range(first, first + len(checksums)):
+                if not self._there[index] >> run & 1:
+                    self._there[index] |= 1 << run
+                    self._missing[run] -= 1
+            self._advance()
+            if self._runs > before:
+                arrived = self._arrived(is_over=False)
+        if arrived is not None:
+            self._tell(arrived)
+
+    def loaded(self, index: int, shelved: Shelved, is_good: bool, is_bad: bool) -> None:
+        """A disk is through with a block."""
+        if is_good:
+            self.landed(index, 0, np.frombuffer(shelved.checksums, "<u8").tolist())
+            self._ledger.shelf.count("ssd_promotions")
+        elif is_bad:
+            with self._lock:
+                self.damaged.append(shelved)
+        self.end_part()
+
+    def end_part(self) -> None:
+        with self._lock:
+            self._parts -= 1
+            if self._parts:
+                return
+            arrived = self._arrived(is_over=True)
+        self._on_end()
+        self._tell(arrived)
+
+    def _advance(self) -> None:
+        while self._runs < len(self._missing) and not self._missing[self._runs]:
+            self._runs += 1
+
+    def _whole(self) -> int:
+        return next((index for index, there in enumerate(self._there) if there != self._all), len(self._there))
+
+    def _arrived(self, is_over: bool) -> Arrived:
+        return Arrived(self._room.id, self._runs, self._whole(), is_over)
