@@ -233,10 +233,16 @@ class PrefillMachine(RuleBasedStateMachine):
         self.open.add(rid(self.next))
         self.feed(Ordered(rid(self.next), 1, tokens, rank, seconds, left))
 
-    @precondition(lambda self: self.loading)
+    def loadable(self) -> list[tuple[RequestId, int]]:
+        """One that loads again may still be in a step."""
+        flying = {c.request for step in self.steps for c in step.chunks}
+        return [id_ for id_ in self.loading if id_[0] not in flying]
+
+    @precondition(lambda self: self.loadable())
     @rule(data=st.data())
     def load(self, data: st.DataObject) -> None:
-        request, attempt = self.loading.pop(data.draw(st.integers(0, len(self.loading) - 1)))
+        request, attempt = data.draw(st.sampled_from(self.loadable()))
+        self.loading.remove((request, attempt))
         blocks = data.draw(st.integers(0, (self.tokens[request] - 1) // BLOCK))
         self.computed[request] = blocks * BLOCK
         self.feed(Loaded(request, attempt, blocks))
@@ -253,11 +259,14 @@ class PrefillMachine(RuleBasedStateMachine):
         self.feed(Passed())
 
     @precondition(lambda self: self.steps)
-    @rule(failed=st.booleans())
-    def end_step(self, failed: bool) -> None:
-        self.steps.pop(0)
+    @rule(failed=st.booleans(), late=st.integers(0, 3))
+    def end_step(self, failed: bool, late: int) -> None:
+        """`late`: a bitmask of those for which a layer did not come in time."""
+        step = self.steps.pop(0)
         self.is_entered &= bool(self.steps)
-        self.feed(StepDone(failed))
+        again = [(c.request, c.attempt) for n, c in enumerate(step.chunks) if late >> n & 1 and not failed]
+        self.loading += [id_ for id_ in again if id_ not in self.loading]
+        self.feed(StepDone(failed, tuple(again)))
 
     @precondition(lambda self: self.draining)
     @rule(data=st.data())
@@ -283,10 +292,12 @@ class PrefillMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for _ in range(1000):
-            if self.loading:
-                self.feed(Loaded(*self.loading.pop(), 0))
+            if loadable := self.loadable():
+                self.loading.remove(loadable[0])
+                self.computed[loadable[0][0]] = 0
+                self.feed(Loaded(*loadable[0], 0))
             elif self.steps:
-                self.end_step(False)
+                self.end_step(False, 0)
             elif self.draining:
                 request, attempt = self.draining.pop()
                 for page in self.pages.pop(request):
@@ -323,3 +334,29 @@ def test_an_order_waits_neither_for_one_that_failed_nor_for_one_that_is_not_here
     assert p.handle(Dropped(rid(1), 1), 0.0) == (Drain(rid(1), 1),)
     assert p.handle(KvStored(rid(1), 1), 0.0)[0] == Load(rid(2), 1, (0,))
     p.check_integrity()
+
+
+def test_one_whose_prefix_did_not_come_in_time_loads_again_and_others_go_on() -> None:
+    p = instance(pages=16)
+    p.handle(Ordered(rid(1), 1, 17), 0.0)
+    p.handle(Ordered(rid(2), 1, 3), 0.0)
+    assert p.handle(Loaded(rid(1), 1, 3), 0.0) == (Step((Chunk(rid(1), 1, 12, 5, True),)),)
+    p.handle(Loaded(rid(2), 1, 0), 0.0)
+    assert p.handle(StepDone(again=((rid(1), 1),)), 0.0) == (Step((Chunk(rid(2), 1, 0, 3, True),)),)
+    p.check_integrity()
+    assert p.handle(Loaded(rid(1), 1, 1), 0.0) == (), "the other one is being computed"
+    assert p.handle(StepDone(), 0.0) == (Drain(rid(2), 1), Step((Chunk(rid(1), 1, 4, 6, False),)))
+    assert p.handle(StepDone(), 0.0) == (Step((Chunk(rid(1), 1, 10, 6, False),)),)
+    p.check_integrity()
+
+
+def test_one_that_loads_again_may_be_dropped_meanwhile() -> None:
+    p = instance()
+    p.handle(Ordered(rid(1), 1, 17), 0.0)
+    p.handle(Loaded(rid(1), 1, 3), 0.0)
+    p.handle(StepDone(again=((rid(1), 1),)), 0.0)
+    assert p.handle(Dropped(rid(1), 1), 0.0) == (Drain(rid(1), 1),)
+    assert p.handle(Loaded(rid(1), 1, 2), 0.0) == ()
+    p.handle(KvStored(rid(1), 1), 0.0)
+    p.check_integrity()
+    assert p.pool.used == 0

@@ -302,7 +302,8 @@ class PrefillWorker:
         """Its step went on without a layer. It begins again with the blocks that are whole; nothing of it is stored."""
         assert job.prefix is not None
         prefix = job.prefix
-        if not await prefix.complete(time.monotonic() + patience(0.0, job.time_left())):
+        seconds = patience(self._cost.seconds(prefix.blocks * self._block, 0), job.time_left())
+        if not await prefix.complete(time.monotonic() + seconds):
             await prefix.cut()
         if job.sink is not None:
             await job.sink.settle()
