@@ -7,10 +7,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from moonpool.bench.cluster import RunningCluster, heed_interrupts, running_cluster
 
 heed_interrupts()
+
+# How long an example takes says nothing on a machine that is busy with something else.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 StartCluster = Callable[..., RunningCluster]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.command.settings import duration, keys_of, read_config, size
@@ -156,7 +156,6 @@ def test_units() -> None:
     assert [duration(text) for text in ("7", "30s", "200ms", "1.5m", "2h")] == [7, 30, 0.2, 90, 7200]
 
 
-@settings(deadline=None)
 @given(st.text(max_size=12))
 def test_any_text_as_a_value_is_taken_or_refused_in_one_line(text: str) -> None:
     for key in ("dram-per-node", "slo-ttft", "port", "placement", "id"):

@@ -146,7 +146,7 @@ class Storm(RuleBasedStateMachine):
 
 
 Storm.TestCase.settings = settings(
-    max_examples=often(25), stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=often(25), stateful_step_count=30, suppress_health_check=list(HealthCheck)
 )
 TestStorm = Storm.TestCase
 

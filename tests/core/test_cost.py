@@ -75,7 +75,7 @@ def test_one_wild_measurement_moves_little(factor: float) -> None:
     assert cost.seconds(1000, 0) == pytest.approx(before, rel=0.2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(st.integers(1, 100_000), st.floats(0, 1), st.floats(0, 1e4, allow_nan=False)),

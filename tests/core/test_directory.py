@@ -219,5 +219,5 @@ class AgainstSets(RuleBasedStateMachine):
             assert self.directory.counts(node) == {t: sum(b[1] is t for b in blocks) for t in Tier}
 
 
-AgainstSets.TestCase.settings = settings(max_examples=often(60), deadline=None)
+AgainstSets.TestCase.settings = settings(max_examples=often(60))
 TestAgainstSets = AgainstSets.TestCase

@@ -412,7 +412,7 @@ class LengthAwareAgainstLists(AgainstLists):
     policy = "length-aware"
 
 
-LIMITS = settings(max_examples=often(60), deadline=None)
+LIMITS = settings(max_examples=often(60))
 TestLru = LruAgainstLists.TestCase
 TestLfu = LfuAgainstLists.TestCase
 TestLengthAware = LengthAwareAgainstLists.TestCase

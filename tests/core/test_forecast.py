@@ -126,7 +126,7 @@ def test_the_strictest_limit_is_that_of_those_who_are_there() -> None:
     assert ahead.strictest() is None
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10_000))
 def test_the_load_to_come_is_what_counting_gives(seed: int) -> None:
     """Every length is equally likely to be each of its slices; nothing outlives all of them here."""

@@ -52,7 +52,7 @@ def test_batch_work_always_gives_way() -> None:
     assert line(turn("b", 1, rank=BATCH.rank), *many) == "01234b"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.tuples(st.floats(0, 3), st.sampled_from([0.1, 1.0, 5.0, 25.0]), st.sampled_from([3.0, 30.0, FOREVER])),

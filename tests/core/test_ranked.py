@@ -103,4 +103,4 @@ class AgainstSorting(RuleBasedStateMachine):
 
 
 TestAgainstSorting = AgainstSorting.TestCase
-TestAgainstSorting.settings = settings(max_examples=often(60), deadline=None)
+TestAgainstSorting.settings = settings(max_examples=often(60))

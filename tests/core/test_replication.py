@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.core import actions as act
@@ -52,7 +52,6 @@ HOLDERS = st.dictionaries(st.sampled_from(NODES), st.sampled_from(Tier))
 FREE = st.dictionaries(st.sampled_from(NODES), st.integers(-300, 900))
 
 
-@settings(deadline=None)
 @given(st.lists(HOLDERS, max_size=6), FREE, st.integers(0, 5))
 def test_copies_against_the_order_one_by_one(holders: list[Holders], free: dict[PartId, int], wanted: int) -> None:
     keys = KEYS[: len(holders)]
@@ -75,7 +74,6 @@ def test_copies_against_the_order_one_by_one(holders: list[Holders], free: dict[
     assert plan == plan_copies(keys, holders, dict(reversed(free.items())), BLOCK, wanted), "the order of nodes counts"
 
 
-@settings(deadline=None)
 @given(st.lists(HOLDERS, max_size=6), FREE, st.integers(-1, 5))
 def test_drops_leave_what_is_wanted(holders: list[Holders], free: dict[PartId, int], at_most: int) -> None:
     keys = KEYS[: len(holders)]

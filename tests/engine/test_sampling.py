@@ -258,7 +258,7 @@ any_sampling = st.builds(
 @given(any_logits, any_sampling, st.lists(st.integers(0, 9), min_size=1, max_size=5))
 @example([0.5, -1.0] * 5, Sampling(seed=0, top_p=0.9, repetition_penalty=1e-40), [0, 1])
 @example([math.nan] * 10, Sampling(seed=0, top_p=0.9, min_p=0.1), [0])
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_whatever_the_logits_and_parameters_some_token_is_drawn(
     logits: list[float], sampling: Sampling, output: list[int]
 ) -> None:

@@ -42,19 +42,19 @@ def spell(detokenizer: Detokenizer, ids: list[int]) -> str:
     return "".join(detokenizer.feed(token) for token in ids) + detokenizer.flush()
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(ids=st.lists(st.one_of(st.integers(0, 49151), st.integers(17, 300)), max_size=40))
 def test_parts_of_any_tokens_join_to_the_whole(tokenizer: Tokenizer, ids: list[int]) -> None:
     assert spell(Detokenizer(tokenizer), ids) == tokenizer.decode(ids)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(ids=st.lists(st.integers(1, 257 + len(PIECES)), max_size=40))
 def test_parts_of_any_tokens_join_to_the_whole_with_raw_bytes(fallback: Tokenizer, ids: list[int]) -> None:
     assert spell(Detokenizer(fallback), ids) == fallback.decode(ids)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(text=st.text(max_size=60))
 def test_text_comes_back_without_a_broken_character(tokenizer: Tokenizer, text: str) -> None:
     detokenizer = Detokenizer(tokenizer)
@@ -138,7 +138,7 @@ def test_text_that_cannot_become_a_stop_string_is_not_held() -> None:
     assert scanner.flush() == "#"
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(text=st.text("ab €日", max_size=20), stop=st.text("ab €日", min_size=1, max_size=3), least=st.integers(0, 5))
 def test_an_answer_is_cut_after_its_first_tokens_only(tokenizer: Tokenizer, text: str, stop: str, least: int) -> None:
     ids = tokenizer.encode(text, special_tokens=False)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.messenger.sieve import Sieve
@@ -82,7 +82,6 @@ class Slow:
             position = position - 1 if position else len(self.keys) - 1
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["touch", "touch", "remove", "evict"]), st.integers(0, 7))))
 def test_it_agrees_with_the_paper_s_loop(steps: list[tuple[str, int]]) -> None:
     quick, slow = Sieve[int](), Slow()

@@ -77,7 +77,7 @@ def test_prefix_affine_routing_follows_the_prefix_until_that_is_too_long_to_wait
     assert all(worker.requests == 0 for worker in spread.workers)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(st.floats(0, 2), st.integers(1, 4000), st.integers(1, 200), st.integers(0, 3)),

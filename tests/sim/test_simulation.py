@@ -80,7 +80,7 @@ def test_a_distant_prefix_is_fetched_over_the_link() -> None:
     assert moved >= sum(request.trace.input_tokens for request in simulation.requests) * PROFILE.kv_bytes_per_token
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(
         st.tuples(st.floats(0, 2), st.integers(1, 4000), st.integers(1, 200), st.integers(0, 3)),

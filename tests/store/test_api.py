@@ -551,7 +551,7 @@ def test_another_token_is_refused(run_dir: Any, connect: Connect, node: NodePeer
 # Anything goes
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.sampled_from("pgrxk"), st.sets(st.integers(0, 9), min_size=1)), max_size=12))
 def test_it_is_a_map(space: Space, steps: list[tuple[str, set[int]]]) -> None:
     there: set[int] = set()

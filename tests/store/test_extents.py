@@ -46,7 +46,7 @@ class BytePerPage:
             self.taken[page] = taken
 
 
-@settings(max_examples=often(200), deadline=None)
+@settings(max_examples=often(200))
 @given(
     st.lists(st.one_of(st.integers(1, 9 * PAGE_BYTES), st.tuples(st.integers(0, PAGES))), max_size=120),
     st.integers(0, PAGE_BYTES - 1),
@@ -145,7 +145,7 @@ def test_a_block_costs_few_others_their_place_however_sizes_mix(large: int, one_
     blocks.check_integrity(tails)
 
 
-@settings(max_examples=often(100), deadline=None)
+@settings(max_examples=often(100))
 @given(st.lists(st.integers(1, 6), min_size=4, max_size=24), st.data(), st.integers(1, PAGES))
 def test_what_is_in_the_way_is_no_more_than_it_is_said_to_be(
     sizes: list[int], data: st.DataObject, wanted: int

@@ -571,4 +571,4 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=often(100), stateful_step_count=80, deadline=None)
+TestLedger.settings = settings(max_examples=often(100), stateful_step_count=80)

@@ -41,7 +41,7 @@ def outcomes(reads: Sequence[Read]) -> list[Outcome]:
     return [outcome for read in reads for _, outcome in read.end()]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.integers(1, 4),
     st.sampled_from([512, PAGE_BYTES, 3 * PAGE_BYTES, 100_000, MIB, 3 * MIB, 3 * MIB + 512]),

@@ -322,4 +322,4 @@ class TiersMachine(RuleBasedStateMachine):
 
 
 TestTiers = TiersMachine.TestCase
-TestTiers.settings = settings(max_examples=often(40), stateful_step_count=50, deadline=None)
+TestTiers.settings = settings(max_examples=often(40), stateful_step_count=50)

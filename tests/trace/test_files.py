@@ -182,7 +182,7 @@ REQUESTS = st.builds(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(REQUESTS, min_size=1, max_size=5))
 def test_what_is_written_reads_back_the_same(
     tmp_path_factory: pytest.TempPathFactory, rows: list[TraceRequest]

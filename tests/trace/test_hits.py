@@ -80,7 +80,7 @@ def prompt_of(path: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=often(80), deadline=None)
+@settings(max_examples=often(80))
 @given(paths=PATHS, capacity=st.integers(1, 20))
 def test_a_pool_hits_what_a_plain_pool_hits_and_keeps_no_holes(
     policy: EvictionPolicy, paths: list[tuple[int, ...]], capacity: int
@@ -96,7 +96,7 @@ def test_a_pool_hits_what_a_plain_pool_hits_and_keeps_no_holes(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=often(80), deadline=None)
+@settings(max_examples=often(80))
 @given(
     prompts=st.lists(st.lists(st.integers(0, 9), unique=True, max_size=6).map(tuple), max_size=30),
     capacity=st.integers(1, 12),
@@ -141,7 +141,7 @@ def test_without_a_limit_the_policy_does_not_matter() -> None:
     assert all(r.evictions for r in ratios if r.capacity == 2)
 
 
-@settings(max_examples=often(80), deadline=None)
+@settings(max_examples=often(80))
 @given(prompts=st.lists(st.lists(st.integers(0, 9), unique=True, max_size=6).map(tuple), max_size=30))
 def test_the_ceiling_is_what_a_pool_hits_that_never_evicts(prompts: list[tuple[int, ...]]) -> None:
     loaded = load(requests_of(*((10 * len(ids), ids) for ids in prompts)), block_tokens=10)

@@ -55,7 +55,7 @@ PARAMETERS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(PARAMETERS)
 def test_whatever_is_asked_for_prompts_are_prefixes_of_one_tree(parameters: dict[str, float]) -> None:
     """Equal ids mean an equal prefix up to there."""
@@ -142,7 +142,7 @@ def test_a_long_trace_takes_no_more_memory_than_a_short_one() -> None:
     assert peak(18_000) < 1.4 * peak(9_000)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.floats(1, 1e5), st.floats(0, 5), st.sampled_from(["lognormal", "normal"]), st.integers(0, 2**32))
 def test_lengths_stay_between_least_and_most(mean: float, deviation: float, shape: str, seed: int) -> None:
     assert shape in ("lognormal", "normal")

@@ -11,7 +11,7 @@ NODES = [NodePeer(PartId(f"node-{i}"), Incarnation("1"), f"tcp://h:{i}", f"h:{i}
 ME = Peer(PartId("conductor"), Incarnation("1"), "tcp://h:1")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.lists(st.sampled_from(NODES), unique=True, max_size=20), max_size=30))
 def test_holders_survive_their_journey(holders: list[list[NodePeer]]) -> None:
     sent = Envelope(ME, "", Located.of(7, holders))

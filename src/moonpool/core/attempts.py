@@ -333,7 +333,7 @@ class Attempts:
         self._fleet.prefill[event.instance].cost.observe(tokens, event.cached_tokens, event.compute_seconds)
         if request.phase is Phase.PREFILL:
             self._note_computed(request, now)
-            unbook_prefill(request, placed, self._fleet, now)
+            unbook_prefill(request, placed, self._fleet, now, is_computed=True)
             self.requests.move(request, Phase.MOVING)
             self.endings.may_serve = True
 
@@ -356,7 +356,7 @@ class Attempts:
             return
         request, placed = found
         self._note_computed(request, now)
-        unbook_prefill(request, placed, self._fleet, now)
+        unbook_prefill(request, placed, self._fleet, now, is_computed=True)
         self._fleet.decode[event.instance].join(request.id)
         self._outlook.joined(request, placed, now)
         self.endings.freed(request, placed)

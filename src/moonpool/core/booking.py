@@ -34,11 +34,11 @@ def book_room(request: Request, placed: Placement, fleet: Fleet) -> None:
     fleet.nodes[placed.choice.decode.node].reserve(request.id, placed.room_bytes)
 
 
-def unbook_prefill(request: Request, placed: Placement, fleet: Fleet, now: float) -> None:
+def unbook_prefill(request: Request, placed: Placement, fleet: Fleet, now: float, is_computed: bool = False) -> None:
     """The prompt is computed or will not be."""
     prefill = fleet.prefill.get(placed.choice.prefill.id)
     if prefill is not None:
-        prefill.remove(request.id, now)
+        prefill.remove(request.id, now, is_computed)
 
 
 def unbook_room(request: Request, placed: Placement, fleet: Fleet) -> NodeLoad | None:

@@ -100,8 +100,9 @@ class Displacing:
         return found if pages <= 0 and slots <= 0 else None
 
     def _behind(self, load: DecodeLoad, request: Request) -> list[tuple[Request, Share]]:
-        """Those of later ranks that have not begun, as far as that is known here: the first of a queue probably has."""
-        first = {next(iter(prefill.queue), None) for prefill in self._fleet.prefill.values()}
+        """Those of later ranks that have not begun, as far as that is known here: the first of a queue probably has, in
+        order of arrival or of rank."""
+        first = {each for p in self._fleet.prefill.values() for each in (next(iter(p.queue), None), p.head)}
         found = []
         for id_, share in reversed(load.assigned.items()):
             victim = self._requests.get(id_) if share.rank > request.priority.rank else None

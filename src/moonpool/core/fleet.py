@@ -78,9 +78,10 @@ class PrefillLoad:
     """Estimated seconds of computing, in order of placement."""
     coming: Coming = field(default_factory=Coming)
     """What its node does not hold yet, but will once they are computed."""
+    head: RequestId | None = None
+    """The first of the soonest rank in the queue: others give way to it."""
     head_since: float = 0.0
     _head_seconds: float = 0.0
-    """Of the first in the queue."""
     _queued_seconds: float = 0.0
     """Of all in the queue."""
     placed: int = 0
@@ -103,27 +104,48 @@ class PrefillLoad:
         if rank:
             self._ranks[request] = rank
             self._by_rank.setdefault(rank, Tally()).add(1, seconds)
-        if not self.queue:
-            self.head_since, self._head_seconds = now, seconds
         self.queue[request] = seconds
         self._queued_seconds += seconds
+        if self.head is None:
+            self._begin(request, now)
+        elif rank < self._rank_of(self.head):
+            self._pause(self.head, now)
+            self._begin(request, now)
         self.coming.add(request, tokens, keys)
         self.placed += 1
 
-    def remove(self, request: RequestId, now: float) -> None:
+    def remove(self, request: RequestId, now: float, is_computed: bool = False) -> None:
+        """`is_computed`: else it was given up."""
         if request not in self.queue:
             return
         queue = self.queue
         if (rank := self._ranks.pop(request, 0)) != 0:
             self._by_rank[rank].add(-1, -queue[request])
-        was_head = next(iter(queue)) == request
-        self._queued_seconds -= queue.pop(request)
+        seconds = queue.pop(request)
+        self._queued_seconds -= seconds
         if not queue:
             # What rounding has left goes as well.
-            self._queued_seconds = self._head_seconds = 0.0
-        elif was_head:
-            self.head_since, self._head_seconds = now, next(iter(queue.values()))
+            self.head, self._queued_seconds, self._head_seconds = None, 0.0, 0.0
+        elif request == self.head:
+            self._begin(min(queue, key=self._rank_of) if self._ranks else next(iter(queue)), now)
+        elif is_computed:
+            # It has passed the first one, which was not computed meanwhile.
+            self.head_since = min(self.head_since + seconds, now)
         self.coming.remove(request)
+
+    def _begin(self, head: RequestId, now: float) -> None:
+        self.head, self.head_since, self._head_seconds = head, now, self.queue[head]
+
+    def _pause(self, head: RequestId, now: float) -> None:
+        """What was computed of it is no longer queued."""
+        done = min(max(now - self.head_since, 0.0), self._head_seconds)
+        self.queue[head] -= done
+        self._queued_seconds -= done
+        if (rank := self._rank_of(head)) != 0:
+            self._by_rank[rank].add(0, -done)
+
+    def _rank_of(self, request: RequestId) -> int:
+        return self._ranks.get(request, 0)
 
     def seconds(self, now: float) -> float:
         """Until all that is queued is computed."""
@@ -167,8 +189,9 @@ class PrefillLoad:
         seconds = list(self.queue.values())
         assert all(some >= 0 for some in seconds)
         assert math.isclose(self._queued_seconds, sum(seconds), rel_tol=1e-6, abs_tol=1e-9)
-        assert self._head_seconds == (seconds[0] if seconds else 0.0)
         assert self._ranks.keys() <= self.queue.keys()
+        assert self.head == min(self.queue, key=self._rank_of, default=None)
+        assert self._head_seconds == (0.0 if self.head is None else self.queue[self.head])
         for rank, tally in self._by_rank.items():
             own = [self.queue[request] for request, other in self._ranks.items() if other == rank]
             assert tally.count == len(own)
