@@ -133,11 +133,16 @@ def test_requests_are_sent_when_they_are_due_whatever_became_of_others() -> None
 def test_streams_are_read_token_by_token() -> None:
     endings = iter([b"data: [DONE]\n\n", b'data: {"error": {"code": "deadline"}}\n\ndata: [DONE]\n\n', b""])
 
+    def chunk(data: bytes) -> bytes:
+        return b"%x\r\n%s\r\n" % (len(data), data)
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
-        writer.write(b'3d\r\ndata: {"choices": [{"index": 0, "token_ids": [5, 6]}]}\n\n\r\n')
-        writer.write(b'2a\r\ndata: {"choices": [{"token_ids": [7]}]}\n\n\r\n' + next(endings))
+        writer.write(chunk(b'data: {"choices": [{"index": 0, "token_ids": [5, 6]}]}\n\n'))
+        writer.write(chunk(b'data: {"choices": [{"token_ids": [7]}]}\n\n'))
+        if ending := next(endings):
+            writer.write(chunk(ending) + chunk(b""))
         writer.close()
 
     one = [asked()]

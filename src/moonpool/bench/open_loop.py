@@ -1,29 +1,30 @@
 """An open-loop client: requests are sent when they are due, whatever became of those before them.
 
 All times count from the moment at which a request was due, so that a client that lags, or a server that does not
-accept, shows in the figures instead of thinning the load (coordinated omission). One connection a request, and no HTTP
-library: the client shares its machine with the cluster that it measures.
+accept, shows in the figures instead of thinning the load (coordinated omission).
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
+import contextlib
 import math
 import random
-from collections.abc import Callable, Sequence
-from urllib.parse import urlsplit
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 from msgspec import Struct
 
+from moonpool.bench.endpoint import Endpoint, base_of
 from moonpool.core.vocabulary import Slo
 from moonpool.report.summary import intervals_of
 
 ANSWER_SECONDS = 60.0
 """A hang guard: no answer takes as long."""
-LINE_BYTES = 1 << 20
+
+T = TypeVar("T")
 
 
 class Asked(Struct, frozen=True):
@@ -115,70 +116,36 @@ class Client:
     """Of one gateway."""
 
     def __init__(self, url: str, model: str) -> None:
-        parts = urlsplit(url)
-        self._host, self._port = parts.hostname or "", parts.port or 80
+        self._base = base_of(url)
         self._model = model
 
     async def offer(
         self, requests: Sequence[Asked], answered: Callable[[Answer], None] = lambda _: None
     ) -> list[Answer]:
         """Each when it is due; the answers in the same order, when all are there. `answered`: called with each."""
-        loop = asyncio.get_running_loop()
-        raw = [self._raw(asked) for asked in requests]
-        began = loop.time()
-        asking = []
-        for asked, data in zip(requests, raw, strict=True):
-            if (wait := began + asked.due - loop.time()) > 0:
-                await asyncio.sleep(wait)
-            task = asyncio.create_task(self._ask(asked, data, began + asked.due))
-            task.add_done_callback(lambda done: answered(done.result()))
-            asking.append(task)
-        return await asyncio.gather(*asking)
+        raw = [self._body(asked) for asked in requests]
+        answers: dict[int, Answer] = {}
+        began = asyncio.get_running_loop().time()
+        async with Endpoint(self._base, timeout=ANSWER_SECONDS) as endpoint:
+
+            async def ask(at: int) -> None:
+                asked = requests[at]
+                answers[at] = await _ask(endpoint, asked, raw[at], began + asked.due)
+                answered(answers[at])
+
+            async def due() -> AsyncGenerator[tuple[float, int], None]:
+                for at, asked in enumerate(requests):
+                    yield began + asked.due, at
+
+            await at_due(due(), ask, max(len(requests), 1))
+        return [answers[at] for at in range(len(requests))]
 
     async def ask(self, asked: Asked) -> Answer:
         """Now."""
-        return await self._ask(asked, self._raw(asked), asyncio.get_running_loop().time())
+        async with Endpoint(self._base, timeout=ANSWER_SECONDS) as endpoint:
+            return await _ask(endpoint, asked, self._body(asked), asyncio.get_running_loop().time())
 
-    async def _ask(self, asked: Asked, raw: bytes, due: float) -> Answer:
-        loop = asyncio.get_running_loop()
-        sent = loop.time() - due
-        try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                reader, writer = await asyncio.open_connection(self._host, self._port, limit=LINE_BYTES)
-                try:
-                    writer.write(raw)
-                    return await self._read(reader, asked, sent, due)
-                finally:
-                    writer.close()
-        except (OSError, TimeoutError, ValueError, IndexError) as e:
-            return Answer(asked, sent, loop.time() - due, reason=f"{type(e).__name__}: {e}")
-
-    async def _read(self, reader: asyncio.StreamReader, asked: Asked, sent: float, due: float) -> Answer:
-        loop = asyncio.get_running_loop()
-        status = int((await reader.readline()).split()[1])
-        headers = {}
-        while (line := await reader.readline()).strip():
-            name, _, value = line.decode("latin-1").partition(":")
-            headers[name.lower()] = value.strip()
-        if status != 200:
-            await reader.read()
-            advice = headers.get("retry-after")
-            reason = headers.get("x-moonpool-reason", "")
-            after = None if advice is None else float(advice)
-            return Answer(asked, sent, loop.time() - due, status, reason, after)
-        times: list[float] = []
-        completed, reason = False, ""
-        while line := await reader.readline():
-            if line.startswith(b"data: {"):
-                event = _decode(line[6:])
-                times += [loop.time()] * sum(len(choice.token_ids) for choice in event.choices)
-                reason = event.error.code if event.error is not None else reason
-            completed = completed or (line.startswith(b"data: [DONE]") and not reason)
-        intervals = tuple([b - a for a, b in itertools.pairwise(times)])
-        ttft = times[0] - due if times else None
-        return Answer(asked, sent, loop.time() - due, status, reason, None, ttft, intervals, completed)
-
-    def _raw(self, asked: Asked) -> bytes:
+    def _body(self, asked: Asked) -> bytes:
         body: dict[str, object] = {
             "model": self._model,
             "prompt": asked.prompt,
@@ -190,30 +157,65 @@ class Client:
         }
         if asked.priority:
             body["priority"] = asked.priority
-        data = msgspec.json.encode(body)
-        lines = [
-            "POST /v1/completions HTTP/1.1",
-            f"host: {self._host}:{self._port}",
-            "content-type: application/json",
-            f"content-length: {len(data)}",
-            "connection: close",
-        ]
-        limits = (("x-slo-ttft-ms", asked.slo.ttft), ("x-slo-tpot-ms", asked.slo.tbt))
-        lines += [f"{name}: {limit * 1e3:.3f}" for name, limit in limits if limit is not None]
-        return "\r\n".join([*lines, "", ""]).encode() + data
+        return msgspec.json.encode(body)
 
 
-class _Choice(Struct):
-    token_ids: list[int] = []
+async def at_due(
+    turns: AsyncGenerator[tuple[float, T], None], act: Callable[[T], Coroutine[object, object, None]], most: int
+) -> None:
+    """`act` on each when it is due (of the loop's clock; they come in that order), until all are over.
+
+    With `most` under way it waits for one to end. Cancelled, it cancels what is under way.
+    """
+    loop = asyncio.get_running_loop()
+    room = asyncio.Semaphore(most)
+    running: set[asyncio.Task[None]] = set()
+    failed: list[BaseException] = []
+
+    def over(task: asyncio.Task[None]) -> None:
+        running.discard(task)
+        room.release()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            failed.append(error)
+
+    try:
+        async with contextlib.aclosing(turns):
+            async for due, turn in turns:
+                if (wait := due - loop.time()) > 0:
+                    await asyncio.sleep(wait)
+                await room.acquire()
+                if failed:
+                    break
+                task = asyncio.create_task(act(turn))
+                running.add(task)
+                task.add_done_callback(over)
+        if running:
+            await asyncio.wait(running)
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    if failed:
+        raise failed[0]
 
 
-class _Error(Struct):
-    code: str = "error"
+def limit_headers(slo: Slo) -> dict[str, str]:
+    """That tell a Moonpool gateway a request's own limits."""
+    limits = (("x-slo-ttft-ms", slo.ttft), ("x-slo-tpot-ms", slo.tbt))
+    return {name: f"{limit * 1e3:.3f}" for name, limit in limits if limit is not None}
 
 
-class _Event(Struct):
-    choices: list[_Choice] = []
-    error: _Error | None = None
-
-
-_decode = msgspec.json.Decoder(_Event).decode
+async def _ask(endpoint: Endpoint, asked: Asked, body: bytes, due: float) -> Answer:
+    sent = asyncio.get_running_loop().time() - due
+    reply = await endpoint.stream("/completions", body, limit_headers(asked.slo))
+    return Answer(
+        asked,
+        sent,
+        reply.ended - due,
+        reply.status,
+        reply.reason,
+        reply.retry_after,
+        reply.times[0] - due if reply.times else None,
+        tuple(reply.intervals),
+        reply.completed,
+    )
