@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -288,6 +288,94 @@ def simulate(
 
 
 @app.command()
+@with_workload
+def replay(
+    workload: Workload,
+    files: Annotated[
+        list[Path] | None, typer.Argument(metavar="[REPORT.json]...", help="What --compare shows beside it.")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="The endpoint, like http://127.0.0.1:8000; /v1 may be left out.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="Its name there (default: the first that the endpoint names).")] = "",
+    api_key: Annotated[
+        str, typer.Option(envvar=["MOONPOOL_API_KEY", "OPENAI_API_KEY"], help="Sent as a bearer token.")
+    ] = "",
+    api: Annotated[Literal["completions", "chat"], typer.Option(help="Which of the two to ask.")] = "completions",
+    prompts: Annotated[
+        Literal["auto", "ids", "text"], typer.Option(help="Of token ids or of text; auto: ids where they are taken.")
+    ] = "auto",
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="For prompts of text: a model, its directory or tokenizer.json.")
+    ] = None,
+    vocabulary: Annotated[
+        int | None, typer.Option(min=1, help="Token ids there are, where they are fewer than 32000.")
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(min=1e-6, max=1e6, help="Poisson arrivals, so many a second, in place of the trace's."),
+    ] = None,
+    sessions: Annotated[
+        bool, typer.Option("--sessions", help="A turn of a conversation waits for the answer to the one before.")
+    ] = False,
+    think: Annotated[
+        float, typer.Option(min=0.0, max=1e6, help="Mean seconds from that answer to the turn (exponential).")
+    ] = 0.0,
+    ttft: Annotated[float | None, typer.Option(help="Limit on the time to first token, seconds.")] = None,
+    tbt: Annotated[float | None, typer.Option(help="Limit on the time between tokens, seconds.")] = None,
+    send_limits: Annotated[
+        bool, typer.Option("--send-limits", help="Send both with each request, for a Moonpool gateway to go by.")
+    ] = False,
+    seed: Annotated[
+        int, typer.Option(min=0, max=(1 << 32) - 1, help="Of arrivals, think times, and what prompts are made of.")
+    ] = 0,
+    warm_up: Annotated[
+        float, typer.Option(min=0.0, help="Requests of so many seconds at the beginning are not measured.")
+    ] = 0.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds after which an answer is given up.")] = 600.0,
+    most_streams: Annotated[int, typer.Option(min=1, max=1 << 20, help="Requests under way at one time.")] = 10_000,
+    name: Annotated[str | None, typer.Option(help="Of the column in reports (default: host and model).")] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Show reports (--out, or simulate --json) beside it, or them alone.")
+    ] = False,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one HTML file with charts.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the JSON to a file as well.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Send a trace to an OpenAI-compatible endpoint, when each request is due, and measure what comes of it."""
+    from moonpool.command.replay import Wanted
+    from moonpool.command.replay import replay as run
+
+    wanted = Wanted(
+        workload=workload,
+        files=tuple(files or ()),
+        url=url,
+        model=model,
+        key=api_key,
+        api=api,
+        prompts=prompts,
+        tokenizer=tokenizer,
+        vocabulary=vocabulary,
+        rate=rate,
+        sessions=sessions,
+        think=think,
+        ttft=ttft,
+        tbt=tbt,
+        send_limits=send_limits,
+        seed=seed,
+        warm_up=warm_up,
+        timeout=timeout,
+        most_streams=most_streams,
+        name=name,
+        compare=compare,
+        html=html,
+        out=out,
+        as_json=as_json,
+    )
+    return run(wanted, _model_directory)
+
+
+@app.command()
 def explain(
     request: Annotated[str, typer.Argument(metavar="REQUEST_ID", help="An x-request-id, or a request's own id.")],
     url: Annotated[str, typer.Option(help="The gateway.")] = "http://127.0.0.1:8000",
@@ -464,6 +552,12 @@ def version() -> int:
     """Print the version."""
     print(f"moonpool {__version__}")
     return 0
+
+
+def _model_directory(name: str) -> Path:
+    from moonpool.engine.model import resolve
+
+    return resolve(name)
 
 
 def _failed(error: Exception) -> int:

@@ -161,11 +161,14 @@ class Client:
 
 
 async def at_due(
-    turns: AsyncGenerator[tuple[float, T], None], act: Callable[[T], Coroutine[object, object, None]], most: int
+    turns: AsyncGenerator[tuple[float, T], None],
+    act: Callable[[T], Coroutine[object, object, None]],
+    most: int,
+    full: Callable[[], None] = lambda: None,
 ) -> None:
     """`act` on each when it is due (of the loop's clock; they come in that order), until all are over.
 
-    With `most` under way it waits for one to end. Cancelled, it cancels what is under way.
+    With `most` under way it tells `full`, and waits for one to end. Cancelled, it cancels what is under way.
     """
     loop = asyncio.get_running_loop()
     room = asyncio.Semaphore(most)
@@ -183,6 +186,8 @@ async def at_due(
             async for due, turn in turns:
                 if (wait := due - loop.time()) > 0:
                     await asyncio.sleep(wait)
+                if room.locked():
+                    full()
                 await room.acquire()
                 if failed:
                     break

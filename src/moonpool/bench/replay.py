@@ -60,25 +60,17 @@ class Replay:
         begin = loop.time() + LEAD_SECONDS
         tally = Tally(begin, self._rules.warm_up)
 
-        running = 0
-
         async def one(ready: tuple[Turn, bytes]) -> None:
-            nonlocal running
-            running += 1
-            try:
-                await self._one(*ready, begin, tally)
-            finally:
-                running -= 1
+            await self._one(*ready, begin, tally)
 
         async def due() -> AsyncGenerator[tuple[float, tuple[Turn, bytes]], None]:
             async with contextlib.aclosing(_Ahead(turns, self._body).all()) as bodies:
                 async for turn, body in bodies:
-                    tally.full += running >= self._rules.most_streams
                     yield begin + turn.due, (turn, body)
 
         watching = asyncio.create_task(tally.watch_loop())
         telling = asyncio.create_task(_tell(tally, on_progress))
-        self._sending = asyncio.create_task(at_due(due(), one, self._rules.most_streams))
+        self._sending = asyncio.create_task(at_due(due(), one, self._rules.most_streams, tally.note_full))
         try:
             if self.interrupted:
                 self._sending.cancel()

@@ -46,6 +46,10 @@ class Tally:
     def lag(self) -> Spread:
         return self._lag.spread()
 
+    def note_full(self) -> None:
+        """The next request has to wait until another ends."""
+        self.full += 1
+
     def begin_one(self, due: float, now: float, held: bool) -> None:
         """A request is being sent that was due at `due`."""
         self.sent += 1

@@ -25,7 +25,9 @@ def compared(columns: Sequence[Column]) -> Table:
     table = _table(columns[1:])
     found = {(each.name, each.figure): each for each in differences(columns)}
     for row in COMPARED:
-        table.add_row(row.name, *(escape(show_difference(row, found[column.name, row.name])) for column in columns[1:]))
+        table.add_row(
+            row.name, *(escape(show_difference(row, found.get((column.name, row.name)))) for column in columns[1:])
+        )
     return table
 
 

@@ -72,12 +72,12 @@ def _figures(columns: Sequence[Column]) -> str:
 
 
 def _differences(columns: Sequence[Column]) -> str:
-    if len(columns) < 2:
+    if len(columns) < 2 or not differences(columns):
         return ""
     found = {(each.name, each.figure): each for each in differences(columns)}
     rows = []
     for row in COMPARED:
-        cells = (escape(show_difference(row, found[column.name, row.name])) for column in columns[1:])
+        cells = (escape(show_difference(row, found.get((column.name, row.name)))) for column in columns[1:])
         rows.append(f"<tr><td>{escape(row.name)}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     note = "Seed by seed, with the 95 % interval; in brackets what may be chance." if len(columns[0].runs) > 1 else ""
     return section(f"Difference from {columns[0].name}", note, _table(columns[1:], rows))
@@ -147,6 +147,8 @@ def _buckets(columns: Sequence[Column]) -> str:
 
 
 def _load(run: Run) -> str:
+    if not run.over.samples:
+        return ""
     times = [sample.time for sample in run.over.samples]
     prefill, decode = loads(run.over.samples, run.slo)
     lines = [Line("prefill", times, prefill, 0), Line("decode", times, decode, 1)]
@@ -162,6 +164,8 @@ def _load(run: Run) -> str:
 
 
 def _batch(run: Run) -> str:
+    if not run.over.samples:
+        return ""
     times = [sample.time for sample in run.over.samples]
     lines = [
         Line("assigned, still in prefill too", times, [sample.assigned for sample in run.over.samples], 0),
@@ -171,20 +175,25 @@ def _batch(run: Run) -> str:
 
 
 def _hits(run: Run) -> str:
+    if run.live is not None and not run.live.knows_cached:
+        return ""
+
     def part(tokens: Callable[[Bin], int]) -> list[float]:
         totals = [max(b.local_tokens + b.fetched_tokens + b.computed_tokens, 1) for b in run.over.bins]
         return [tokens(b) / total for b, total in zip(run.over.bins, totals, strict=True)]
 
     times = [b.time for b in run.over.bins]
     layers = [
-        Line("in the DRAM beside it", times, part(lambda b: b.local_tokens), 2),
-        Line("fetched from another node", times, part(lambda b: b.fetched_tokens), 5),
+        Line("cached", times, part(lambda b: b.local_tokens), 2),
+        Line("cached, fetched from another node", times, part(lambda b: b.fetched_tokens), 5),
         Line("computed", times, part(lambda b: b.computed_tokens), 4),
     ]
     return area_chart(layers, Axes("arrival (s)", "share of prompt tokens", y_most=1.0, percent=True))
 
 
 def _links(run: Run) -> str:
+    if not run.over.samples:
+        return ""
     times = [sample.time for sample in run.over.samples]
     lines = [
         Line("the busiest", times, [sample.link_use_most for sample in run.over.samples], 1),
@@ -206,6 +215,8 @@ def _replicas(run: Run) -> str:
 
 
 def _waste(run: Run) -> str:
+    if run.live is not None and not run.live.knows_cached:
+        return ""
     times = [b.time for b in run.over.bins]
     computed = max((b.computed_tokens for b in run.over.bins), default=0) or 1
     layers = [
@@ -220,7 +231,7 @@ def _endings(run: Run) -> str:
     late = [b.requests - b.attained - b.refused_early - b.refused_late for b in run.over.bins]
     layers = [
         Line("attain", times, [float(b.attained) for b in run.over.bins], 2),
-        Line("served, too slowly", times, [float(value) for value in late], 4),
+        Line("served too slowly, or failed", times, [float(value) for value in late], 4),
         Line("refused after prefill", times, [float(b.refused_late) for b in run.over.bins], 1),
         Line("refused at once", times, [float(b.refused_early) for b in run.over.bins], 3),
     ]
@@ -240,7 +251,7 @@ OVER_TIME: tuple[tuple[str, str, Callable[[Run], str], tuple[tuple[str, int], ..
         "Where prompts come from",
         "",
         _hits,
-        (("in the DRAM beside it", 2), ("fetched from another node", 5), ("computed", 4)),
+        (("cached", 2), ("cached, fetched from another node", 5), ("computed", 4)),
     ),
     ("Links between machines", "", _links, (("the busiest", 1), ("mean of all", 0))),
     ("Replicas of the hottest prefixes", "", _replicas, ()),
@@ -248,7 +259,7 @@ OVER_TIME: tuple[tuple[str, str, Callable[[Run], str], tuple[tuple[str, int], ..
         "What became of requests",
         "",
         _endings,
-        (("attain", 2), ("served, too slowly", 4), ("refused after prefill", 1), ("refused at once", 3)),
+        (("attain", 2), ("served too slowly, or failed", 4), ("refused after prefill", 1), ("refused at once", 3)),
     ),
     (
         "Waste",

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from moonpool.core.vocabulary import Slo
 from moonpool.report.estimates import Estimate, estimate, paired_difference
+from moonpool.report.live import Live
 from moonpool.report.priorities import ClassWorth
 from moonpool.report.run import Run
 
@@ -70,22 +71,29 @@ GOODPUT = Row("goodput, requests/s", lambda run: run.summary.goodput_requests, n
 GOODPUT_TOKENS = Row("goodput, tokens/s", lambda run: run.summary.goodput_tokens, number(0))
 ATTAINED = Row("attained", lambda run: run.summary.attained / run.summary.requests, share)
 MEAN_TTFT = Row("TTFT, mean (s)", lambda run: run.summary.ttft.mean, number(2))
-WASTE = Row("prefill for nothing", lambda run: run.summary.wasted_tokens / max(run.summary.computed_tokens, 1), share)
+WASTE = Row(
+    "prefill for nothing",
+    lambda run: run.summary.wasted_tokens / max(run.summary.computed_tokens, 1) if _tells_cached(run) else math.nan,
+    share,
+)
 COMPARED = (GOODPUT, GOODPUT_TOKENS, ATTAINED, MEAN_TTFT, WASTE)
 
 
 def sections(columns: Sequence[Column]) -> list[list[Row]]:
     """What is worth a row for these configurations, in groups."""
     runs = [run for column in columns for run in column.runs]
-    return [_worth(runs), _times(), _work(), _swings(), _buckets(runs), *_classes(runs)]
+    inside = [_loads(), _swings()] if any(run.live is None for run in runs) else []
+    return [_worth(runs), _times(), _work(), *inside, _buckets(runs), *_classes(runs), *_live(runs)]
 
 
 def differences(columns: Sequence[Column]) -> list[Difference]:
-    """Of each column from the first."""
+    """Of each column from the first; where it has as many seeds, and both know the figure."""
     found = []
     for column in columns[1:]:
         for row in COMPARED:
             mine, other = ([row.of(run) for run in each.runs] for each in (column, columns[0]))
+            if len(mine) != len(other) or any(math.isnan(value) for value in (*mine, *other)):
+                continue
             base = sum(other) / len(other)
             difference = paired_difference(mine, other)
             relative = difference.mean / base if base else None
@@ -93,8 +101,10 @@ def differences(columns: Sequence[Column]) -> list[Difference]:
     return found
 
 
-def show_difference(row: Row, difference: Difference) -> str:
+def show_difference(row: Row, difference: Difference | None) -> str:
     """`+0.120 ± 0.030 (+4.1%)`; in brackets where the interval holds 0."""
+    if difference is None:
+        return "-"
     found = difference.estimate
     half = "" if found.half_width is None else f" ± {row.show(found.half_width)}"
     sign = "+" if found.mean >= 0 else "-"
@@ -111,6 +121,7 @@ def _worth(runs: Sequence[Run]) -> list[Row]:
         Row(within, ATTAINED.of, share),
         GOODPUT,
         GOODPUT_TOKENS,
+        Row("output tokens/s", lambda run: run.summary.output_tokens / (run.summary.seconds or math.inf), number(0)),
     ]
     reasons = sorted({reason for run in runs for reason in run.summary.refused})
     rows.extend(Row(f"refused: {reason}", _refused(reason), number(0)) for reason in reasons)
@@ -135,24 +146,72 @@ def _times() -> list[Row]:
 
 
 def _work() -> list[Row]:
+    cached = Row(
+        "prompt tokens from the cache",
+        lambda run: run.summary.cached_share if _tells_cached(run) else math.nan,
+        share,
+    )
+    return [cached, WASTE]
+
+
+def _loads() -> list[Row]:
     return [
-        Row("prompt tokens from the cache", lambda run: run.summary.cached_share, share),
-        Row("blocks fetched from other nodes", lambda run: run.decisions.fetched_blocks, number(0)),
-        WASTE,
-        Row("prefill busy", lambda run: run.prefill_busy, share),
-        Row("decode busy", lambda run: run.decode_busy, share),
-        Row("preemptions", lambda run: run.preemptions, number(0)),
+        Row("blocks fetched from other nodes", _inside(lambda run: run.decisions.fetched_blocks), number(0)),
+        Row("prefill busy", _inside(lambda run: run.prefill_busy), share),
+        Row("decode busy", _inside(lambda run: run.decode_busy), share),
+        Row("preemptions", _inside(lambda run: run.preemptions), number(0)),
     ]
 
 
 def _swings() -> list[Row]:
     return [
-        Row("prefill load, mean", lambda run: run.swing.prefill_mean, number(2)),
-        Row("  its deviation over time", lambda run: run.swing.prefill_deviation, number(2)),
-        Row("decode load, mean", lambda run: run.swing.decode_mean, number(2)),
-        Row("  its deviation over time", lambda run: run.swing.decode_deviation, number(2)),
-        Row("correlation of both", lambda run: run.swing.correlation, number(2)),
+        Row("prefill load, mean", _inside(lambda run: run.swing.prefill_mean), number(2)),
+        Row("  its deviation over time", _inside(lambda run: run.swing.prefill_deviation), number(2)),
+        Row("decode load, mean", _inside(lambda run: run.swing.decode_mean), number(2)),
+        Row("  its deviation over time", _inside(lambda run: run.swing.decode_deviation), number(2)),
+        Row("correlation of both", _inside(lambda run: run.swing.correlation), number(2)),
     ]
+
+
+def _inside(of: Callable[[Run], float]) -> Callable[[Run], float]:
+    """NaN for a run on a real endpoint, into which nobody has looked."""
+    return lambda run: math.nan if run.live is not None else of(run)
+
+
+def _tells_cached(run: Run) -> bool:
+    return run.live is None or run.live.knows_cached
+
+
+def _live(runs: Sequence[Run]) -> list[list[Row]]:
+    """Of runs on a real endpoint; NaN for those that were simulated."""
+    if all(run.live is None for run in runs):
+        return []
+    errors = sorted({kind for run in runs if run.live is not None for kind in run.live.errors})
+    own = [
+        Row("sent late, P99 (ms)", _of_live(lambda live: live.client.lag.p99), milliseconds),
+        Row("  at most", _of_live(lambda live: live.client.lag.most), milliseconds),
+        Row("replay's event loop late, P99 (ms)", _of_live(lambda live: live.client.stall.p99), milliseconds),
+        Row("replay's processor time, of a core", _of_live(lambda live: live.client.cpu_share), share),
+        Row("  for each token (µs)", _of_live(lambda live: live.client.cpu_per_token * 1e6), number(0)),
+        Row("streams at one time, most", _of_live(lambda live: live.client.most_streams), number(0)),
+    ]
+    between = [
+        Row("between all tokens, mean (ms)", _of_live(lambda live: live.intervals.mean * 1e3), number(1)),
+        Row("  median", _of_live(lambda live: live.intervals.p50 * 1e3), number(1)),
+        Row("  P90", _of_live(lambda live: live.intervals.p90 * 1e3), number(1)),
+        Row("  P99", _of_live(lambda live: live.intervals.p99 * 1e3), number(1)),
+        Row("  longest", _of_live(lambda live: live.intervals.most * 1e3), number(1)),
+    ]
+    broken = [Row(f"failed: {kind}", _of_live(_errors_of(kind)), number(0)) for kind in errors]
+    return [group for group in (broken, between, own) if group]
+
+
+def _errors_of(kind: str) -> Callable[[Live], float]:
+    return lambda live: live.errors.get(kind, 0)
+
+
+def _of_live(of: Callable[[Live], float]) -> Callable[[Run], float]:
+    return lambda run: math.nan if run.live is None else of(run.live)
 
 
 def _buckets(runs: Sequence[Run]) -> list[Row]:

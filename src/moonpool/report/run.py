@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 from msgspec import Struct
 
 from moonpool.core.settings import Decisions
 from moonpool.core.vocabulary import Slo
+from moonpool.report.live import Live
 from moonpool.report.outcomes import Outcomes, total
 from moonpool.report.priorities import ClassWorth
 from moonpool.report.samples import Sample, Swing, swing
@@ -52,6 +54,14 @@ class Run(Struct, frozen=True):
     over: Over
     classes: tuple[ClassWorth, ...] = ()
     """Where there are any."""
+    live: Live | None = None
+    """Of a run on a real endpoint: what happens inside of it is not known then, and 0 in the fields above."""
+
+
+def live_run(name: str, seed: int, slo: Slo, outcomes: Outcomes, live: Live) -> Run:
+    """A run on a real endpoint. Raises ValueError for no outcomes."""
+    run = run_of(name, seed, slo, outcomes, (), (), Decisions(), preemptions=0, busy=(0.0, 0.0))
+    return msgspec.structs.replace(run, live=live)
 
 
 def run_of(

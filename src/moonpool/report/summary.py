@@ -61,6 +61,8 @@ class Summary(Struct, frozen=True):
     wasted_tokens: int
     """Computed by prefill for requests that did not attain."""
     buckets: tuple[Bucket, ...]
+    output_tokens: int = 0
+    """Produced, for whomever."""
 
 
 def summarize(outcomes: Outcomes, slo: Slo) -> Summary:
@@ -90,6 +92,7 @@ def summarize(outcomes: Outcomes, slo: Slo) -> Summary:
         computed_tokens=computed,
         wasted_tokens=computed - total(outcomes.computed_tokens[good]),
         buckets=buckets(outcomes, slo),
+        output_tokens=total(outcomes.output_tokens),
     )
 
 
