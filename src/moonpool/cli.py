@@ -7,6 +7,7 @@ It is longer than other modules because each part's whole composition stands in 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,14 +22,16 @@ from moonpool.command.flags import admin_key, with_flags
 from moonpool.command.workload import Workload, with_trace, with_workload
 from moonpool.config import Config
 from moonpool.core.vocabulary import PartId, Slo
-from moonpool.errors import ConfigError
+from moonpool.errors import ConfigError, StageLostError
 
 if TYPE_CHECKING:
     from moonpool.core.settings import ConductorConfig
-    from moonpool.engine.engine import Engine
+    from moonpool.engine.pipeline import StageEngine
     from moonpool.live.process import Work
     from moonpool.wire.link import Link
     from moonpool.wire.recorder import JournalConfig
+
+log = logging.getLogger(__name__)
 
 app = typer.Typer(
     help="Serve language models from prefill and decode pools around one shared KVCache.",
@@ -112,9 +115,12 @@ def node(config: Config, token: str | None) -> int:
 
 
 @app.command(rich_help_panel="Parts, each started alone")
-@with_flags("part", "model", "pool", "batch", "log", others=CLUSTER)
+@with_flags("part", "stage", "model", "pool", "batch", "log", others=CLUSTER)
 def prefill(config: Config, token: str | None) -> int:
-    """A prefill worker, beside a node on the same machine."""
+    """A prefill worker, or a stage of one that is a pipeline, beside a node on the same machine."""
+    if config.stage.stage:
+        default = f"{config.stage.leader or 'prefill-0'}.{config.stage.stage}"
+        return _run(config, default, partial(_stage, config, token))
     return _run(config, "prefill-0", partial(_prefill, config, token))
 
 
@@ -666,18 +672,51 @@ def _prefill(config: Config, token: str | None, part: PartId) -> Work:
     from moonpool.live.prefill import PrefillConfig, run_prefill
 
     address = _conductor(config)
+    stages = config.batch.pipeline
     settings = PrefillConfig(
         served_model=config.served_name,
         node=_its_node(config),
-        chunk_tokens=config.batch.prefill_chunk,
+        chunk_tokens=config.batch.prefill_chunk if stages == 1 else config.batch.pipeline_chunk,
         queue_bound=config.placement.queue_bound,
         token=token,
+        stages=stages,
     )
-    engine = _engine(config, config.pool.prefill_pages)
+    engine = _engine(config, config.pool.prefill_pages, (0, stages))
+
+    async def work() -> None:
+        while True:
+            with _open(part, config, token, config.part.control_port) as link:
+                try:
+                    return await run_prefill(link, address, settings, engine)
+                except StageLostError as e:
+                    log.warning("%s", e)
+
+    return work
+
+
+def _stage(config: Config, token: str | None, part: PartId) -> Work:
+    from moonpool.live.stage import StageConfig, run_stage
+
+    address = _conductor(config)
+    stage, stages = config.stage.stage, config.batch.pipeline
+    if stage >= stages:
+        raise ConfigError(f"--stage {stage}: a pipeline of --pipeline {stages} has stages 0 to {stages - 1}")
+    settings = StageConfig(
+        served_model=config.served_name,
+        leader=PartId(config.stage.leader or "prefill-0"),
+        stage=stage,
+        stages=stages,
+        node=_its_node(config),
+        chunk_tokens=config.batch.pipeline_chunk,
+        token=token,
+        data_host=config.part.bind,
+        data_port=config.part.data_port,
+    )
+    engine = _engine(config, config.pool.prefill_pages, (stage, stages))
 
     async def work() -> None:
         with _open(part, config, token, config.part.control_port) as link:
-            await run_prefill(link, address, settings, engine)
+            await run_stage(link, address, settings, engine)
 
     return work
 
@@ -791,11 +830,12 @@ def _weights(config: Config) -> Path:
     return resolve(config.model.model)
 
 
-def _engine(config: Config, pages: int) -> Engine:
+def _engine(config: Config, pages: int, stage: tuple[int, int] = (0, 1)) -> StageEngine:
+    """`stage`: number, of so many."""
     if config.model.engine == "timed":
         from moonpool.engine.timed import TimedEngine
 
-        return TimedEngine(page_count=pages, block_tokens=config.pool.block_size)
+        return TimedEngine(page_count=pages, block_tokens=config.pool.block_size, stage=stage)
     from moonpool.engine.runner import TorchEngine
 
     return TorchEngine(
@@ -804,4 +844,5 @@ def _engine(config: Config, pages: int) -> Engine:
         page_count=pages,
         dtype=config.model.dtype,
         threads=config.model.threads,
+        stage=stage,
     )

@@ -81,6 +81,13 @@ class PoolConfig(Struct, frozen=True):
 
 class BatchConfig(Struct, frozen=True):
     prefill_chunk: Annotated[int, Meta(ge=1, le=1 << 20, description="most prompt tokens in one prefill step")] = 512
+    pipeline: Annotated[
+        int,
+        Meta(ge=1, le=64, description="so many of the prefill workers form one instance and divide the layers"),
+    ] = 1
+    pipeline_chunk: Annotated[
+        int, Meta(ge=1, le=1 << 20, description="the same in a pipeline, where several are under way at once")
+    ] = 128
     max_batch: Annotated[int, Meta(ge=1, le=4096, description="most requests in one decode batch")] = 16
     coupled_mode: Annotated[
         CoupledMode,
@@ -154,6 +161,17 @@ class PartConfig(Struct, frozen=True):
     run_dir: Annotated[str | None, Meta(description="where a node's socket lies (default: a new private one)")] = None
 
 
+class StageConfig(Struct, frozen=True):
+    """A prefill worker's place in its pipeline."""
+
+    stage: Annotated[
+        int, Meta(ge=0, le=63, description="which stage of its pipeline this prefill worker is; 0 leads it")
+    ] = 0
+    leader: Annotated[
+        Name | None, Meta(description="the prefill worker that leads the pipeline which this one is a stage of")
+    ] = None
+
+
 class Config(Struct, frozen=True):
     """The tree. Sections group keys for the code; users see them flat."""
 
@@ -166,6 +184,7 @@ class Config(Struct, frozen=True):
     journal: JournalConfig = JournalConfig()
     log: LogConfig = LogConfig()
     part: PartConfig = PartConfig()
+    stage: StageConfig = StageConfig()
 
     @property
     def served_name(self) -> str:

@@ -7,6 +7,7 @@ MoonpoolError
 ├── JournalError       a journal cannot be read, or does not hold what is asked for: one line, exit code 2
 ├── PeerUnavailableError    a message could not be handed to a peer in time
 ├── TransferError      Messenger could not move bytes
+├── StageLostError     a stage of this worker's pipeline group is gone: the group forms again
 ├── PoolError          a node refused a call
 ├── ApiError           a client's request is answered by an error (gateway/problem.py)
 └── ClientGoneError    nobody waits for the answer any more (gateway/problem.py)
@@ -38,6 +39,10 @@ class PeerUnavailableError(MoonpoolError):
 
 
 class TransferError(MoonpoolError):
+    pass
+
+
+class StageLostError(MoonpoolError):
     pass
 
 

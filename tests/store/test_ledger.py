@@ -157,9 +157,12 @@ class LedgerMachine(RuleBasedStateMachine):
         own = tuple(index for index in given if index != TAIL)
         return ModelRoom(slots, given=own), max(0, len(given) - free)
 
-    def leave(self, number: RoomId, client: ClientId) -> None:
+    def leave(self, number: RoomId, client: ClientId, died: bool = False) -> None:
         room = self.rooms[number]
-        ends = client in room.readers or (client in room.writers and (room.reserved is None or not room.is_whole))
+        is_last = died or room.writers == {client}
+        ends = client in room.readers or (
+            client in room.writers and is_last and (room.reserved is None or not room.is_whole)
+        )
         room.writers.discard(client)
         room.readers.discard(client)
         if ends and not room.ended:
@@ -462,7 +465,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 del room.waiters[waiter]
                 self.answers[waiter] = False
             if client in room.writers | room.readers:
-                self.leave(number, client)
+                self.leave(number, client, died=True)
 
     @rule(request=requests, which=picks, runs=st.sampled_from([(0, 1), (1, 2), (0, 3)]))
     def claim(self, request: tuple[RequestId, int], which: int, runs: tuple[int, int]) -> None:

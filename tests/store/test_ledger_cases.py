@@ -133,6 +133,50 @@ def test_a_writer_that_closes_early_ends_the_room(ledger: Ledger) -> None:
     assert waiter.result(0) is None
 
 
+def test_one_of_two_stages_may_be_done_before_the_other(ledger: Ledger) -> None:
+    ledger.reserve(R, 1, SPACE, KEYS[:1], 0, 9.0)
+    waiter = ledger.await_room(ClientId(3), R, 1)
+    one, two = ledger.join(ONE, R, 1), ledger.join(TWO, R, 1)
+    ledger.complete(ONE, one.id, [(0, 0, 2)], [1, 2])
+    ledger.close(ONE, one.id)
+    assert not waiter.done()
+    ledger.complete(TWO, two.id, [(0, 2, 1)], [3])
+    assert waiter.result(0) is two
+
+
+def test_a_stage_that_dies_wakes_who_waits(ledger: Ledger) -> None:
+    ledger.reserve(R, 1, SPACE, KEYS[:1], 0, 9.0)
+    waiter = ledger.await_room(ClientId(3), R, 1)
+    ledger.join(ONE, R, 1)
+    ledger.join(TWO, R, 1)
+    ledger.leave_all(TWO)
+    assert waiter.result(0) is None
+
+
+def test_stages_here_and_elsewhere_fill_a_room_for_caching(ledger: Ledger) -> None:
+    room = ledger.open(ONE, SPACE, KEYS[:2], name=(R, 1))
+    with pytest.raises(PoolError, match="has a room here"):
+        ledger.open(TWO, SPACE, KEYS, name=(R, 1))
+    assert ledger.join(TWO, R, 1) is room
+    assert [holding.expires for holding in ledger.holdings()] == [None], "nobody is late with it"
+    for index in range(2):
+        ledger.complete(ONE, room.id, [(index, 0, 1)], [1])
+        ledger.complete(TWO, room.id, [(index, 1, 1)], [2])
+        far = claim(ledger, 2, 1, index)
+        assert far is not None
+        ledger.claims.landed(far, 2, 3)
+        ledger.claims.end(far)
+    assert ledger.leading(SPACE, KEYS) == 2
+    ledger.close(ONE, room.id)
+    assert ledger.join(TWO, R, 1) is room
+    ledger.check_integrity()
+    ledger.close(TWO, room.id)
+    with pytest.raises(PoolError, match="no room for attempt 1"):
+        ledger.join(TWO, R, 1)
+    ledger.check_integrity()
+    assert not ledger.holdings()
+
+
 def test_a_prefix_outlives_its_continuation(ledger: Ledger) -> None:
     put(ledger, KEYS)
     put(ledger, keys_of("b", 3))

@@ -37,7 +37,8 @@ def needed_memory(config: Config, weights: Path | None) -> int:
     if weights is None:
         return total + workers * PROCESS_BYTES
     files = sum(file.stat().st_size for file in weights.glob("*.safetensors"))
-    return total + workers * (TORCH_BYTES + files)
+    whole = workers if fleet.coupled else workers - fleet.prefill + fleet.prefill / config.batch.pipeline
+    return total + workers * TORCH_BYTES + int(whole * files)
 
 
 def check_memory(config: Config, weights: Path | None) -> None:

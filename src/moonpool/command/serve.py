@@ -29,7 +29,7 @@ from moonpool.live.supervisor import PartPlan, Supervisor
 CHECK_SECONDS = 120.0
 READY_POLL_SECONDS = 0.2
 READY_CALL_SECONDS = 2.0
-NOT_YOURS = {"id", "node", "conductor", "run-dir", "control-port"}
+NOT_YOURS = {"id", "node", "conductor", "run-dir", "control-port", "stage", "leader"}
 """Keys that each part gets by itself."""
 
 
@@ -41,6 +41,7 @@ def serve(config: Config, token: str | None, find_model: Callable[[Config], Path
     log_to_stderr("supervisor", config.log.log_level, config.log.log_json)
     port = free_port(config.front.host, config.front.port)
     config = msgspec.structs.replace(config, front=msgspec.structs.replace(config.front, port=port))
+    check_pipeline(config)
     model = find_model(config)
     if config.model.engine == "torch" and config.model.model not in PULLABLE:
         check_model(model)
@@ -57,14 +58,15 @@ def serve(config: Config, token: str | None, find_model: Callable[[Config], Path
 
 
 def plan_parts(config: Config, file: Path, run_dir: Path) -> list[PartPlan]:
-    """The front first, then the nodes, then the workers, spread over the nodes."""
+    """The front first, then the nodes, then the workers, spread over the nodes; a pipeline's stages share one."""
     shared = ("--config", str(file))
     front = PartId("gateway-0")
     nodes = [PartId(f"node-{i}") for i in range(config.fleet.nodes)]
     plans = [PartPlan(front, ("gateway", "--id", front, *shared), conducts=True)]
     plans += [PartPlan(n, ("node", "--id", n, "--run-dir", str(run_dir), *shared), after=(front,)) for n in nodes]
     fleet = config.fleet
-    kinds = ["coupled"] * fleet.coupled or ["prefill"] * fleet.prefill + ["decode"] * fleet.decode
+    stages = config.batch.pipeline
+    kinds = ["coupled"] * fleet.coupled or ["prefill"] * (fleet.prefill // stages) + ["decode"] * fleet.decode
     kinds += ["coupled"] * fleet.inline
     counts = dict.fromkeys(kinds, 0)
     for kind in kinds:
@@ -74,8 +76,22 @@ def plan_parts(config: Config, file: Path, run_dir: Path) -> list[PartPlan]:
         worker = PartId(f"{kind}-{index}")
         arguments = (kind, "--id", worker, "--node", node, *shared)
         plans.append(PartPlan(worker, arguments, after=(front, node), ends_with=node))
+        for stage in range(1, stages if kind == "prefill" else 1):
+            id_ = PartId(f"{worker}.{stage}")
+            own = ("prefill", "--id", id_, "--node", node, "--stage", str(stage), "--leader", worker, *shared)
+            plans.append(PartPlan(id_, own, after=(front, node), ends_with=node))
         counts[kind] += 1
     return plans
+
+
+def check_pipeline(config: Config) -> None:
+    """Raises ConfigError where the prefill workers do not make whole pipelines."""
+    workers, stages = config.fleet.prefill, config.batch.pipeline
+    if workers % stages and not config.fleet.coupled:
+        raise ConfigError(
+            f"--prefill {workers} workers do not make pipelines of --pipeline {stages}: "
+            f"take a multiple of {stages}, such as --prefill {max(stages, workers // stages * stages)}"
+        )
 
 
 def check_model(model: Path) -> None:

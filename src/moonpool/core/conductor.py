@@ -162,7 +162,7 @@ class Conductor:
             return
         if known is not None:
             self._lose([known], now, proven=True)
-        prefill = self._prefill_costs.setdefault(id_, PrefillCost(self._config.prefill_cost))
+        prefill = self._prefill_costs.setdefault(id_, PrefillCost(self._config.prefill_cost.shared(1 / event.stages)))
         decode = self._decode_costs.setdefault(id_, DecodeCost(self._config.decode_cost))
         self._fleet.add(event, prefill, decode, now)
         if event.kind is PartKind.NODE:

@@ -36,6 +36,10 @@ class PrefillCoefficients(Struct, frozen=True):
     per_token: float = 1 / 440
     per_token_squared: float = 1e-7
 
+    def shared(self, share: float) -> PrefillCoefficients:
+        """Of a stage with this share of the layers. Each step has the fixed part in each stage."""
+        return PrefillCoefficients(self.fixed, self.per_token * share, self.per_token_squared * share)
+
 
 class DecodeCoefficients(Struct, frozen=True):
     """Initial values: a 135M model on two CPU cores."""

@@ -6,7 +6,9 @@ different machines are never compared.
 
 from __future__ import annotations
 
-from msgspec import Struct
+from typing import Annotated
+
+from msgspec import Meta, Struct
 
 from moonpool.core.actions import Place
 from moonpool.core.vocabulary import (
@@ -35,7 +37,7 @@ class Registered(Struct, frozen=True, tag=True):
     """Workers only."""
     first_layer: int = 0
     last_layer: int = 0
-    """Workers only: the half-open range of layers held; the whole model until pipelines exist."""
+    """Workers only: the half-open range of layers held. A prefill instance has the whole model, in all its stages."""
     node: PartId | None = None
     """Workers only: the node whose arena this worker maps."""
     data_address: str = ""
@@ -44,6 +46,8 @@ class Registered(Struct, frozen=True, tag=True):
     """Nodes only: the Unix stream socket for clients on the same host."""
     model: str = ""
     """Workers only: the served model's name."""
+    stages: Annotated[int, Meta(ge=1, le=1 << 10)] = 1
+    """Prefill instances only: that its layers are divided over."""
 
 
 class Lost(Struct, frozen=True, tag=True):

@@ -24,6 +24,10 @@ class PartState(Struct, frozen=True, omit_defaults=True):
     capacity: Capacity
     model: str = ""
     node: str = ""
+    layers: tuple[int, int] | None = None
+    """Stages: of the model, from the first one on, up to but without the second."""
+    stages: int | None = None
+    """Prefill: of its pipeline, where it is one."""
     space: KeySpace | None = None
     """Workers: what their blocks look like and which key space they are in."""
     queued: int | None = None
@@ -128,6 +132,7 @@ def _part(part: Part, fleet: Fleet, directory: Directory, now: float) -> PartSta
             return structs.replace(
                 state,
                 pages_free=reported.pages_free,
+                stages=part.registered.stages if part.registered.stages > 1 else None,
                 assigned=len(prefill.queue),
                 queue_seconds=prefill.seconds(now),
                 cost=prefill.cost.fit.coefficients,
@@ -162,6 +167,12 @@ def _part(part: Part, fleet: Fleet, directory: Directory, now: float) -> PartSta
                 room_bytes=node.room_bytes,
                 blocks={tier.value: n for tier, n in directory.counts(part.id).items()},
                 index=directory.health(part.id).value,
+            )
+        case PartKind.STAGE:
+            return structs.replace(
+                state,
+                pages_free=reported.pages_free,
+                layers=(part.registered.first_layer, part.registered.last_layer),
             )
         case PartKind.GATEWAY:
             return state

@@ -32,6 +32,8 @@ class PartKind(enum.Enum):
     NODE = "node"
     PREFILL = "prefill"
     DECODE = "decode"
+    STAGE = "stage"
+    """A further stage of a pipelined prefill instance; it takes its orders from the instance, which is the first."""
     COUPLED = "coupled"
     """Prefill and decode instance in one; it takes requests that it serves from their first to their last step."""
 

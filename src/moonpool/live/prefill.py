@@ -17,8 +17,11 @@ from moonpool.core.arrival import patience
 from moonpool.core.cost import PrefillCoefficients, PrefillCost
 from moonpool.core.events import Finished, PrefillDone, PrefillFailed, Reported
 from moonpool.core.vocabulary import PartId, PartKind, Peer, RequestId
-from moonpool.engine.engine import Draw, Engine, Row
+from moonpool.engine.engine import Bytes, Draw
+from moonpool.engine.pipeline import StageEngine
 from moonpool.errors import MoonpoolError, PeerUnavailableError
+from moonpool.live.chunks import rows_of, store_layer
+from moonpool.live.group import Group
 from moonpool.live.prefix import Prefix
 from moonpool.live.sink import Sink
 from moonpool.live.worker import Endings, WorkerLife, describe
@@ -44,16 +47,25 @@ class PrefillConfig(Struct, frozen=True):
     queue_bound: int = 256
     token: str | None = None
     """The cluster's."""
+    stages: int = 1
+    """Of the pipeline that it leads: the engine is its first stage."""
 
 
-async def run_prefill(link: Link, conductor: str, config: PrefillConfig, engine: Engine) -> None:
-    """Join the cluster and serve until cancelled or until the node is gone."""
+async def run_prefill(link: Link, conductor: str, config: PrefillConfig, engine: StageEngine) -> None:
+    """Join the cluster and serve until cancelled or until the node is gone.
+
+    Raises StageLostError where another stage of its pipeline is: run it again with a new link.
+    """
     worker = PrefillWorker(link, conductor, config, engine)
     await worker.run()
 
 
 class _StepAbortedError(Exception):
     """Nobody wants the running step any more."""
+
+
+class _StepFailedError(Exception):
+    """In a further stage."""
 
 
 @dataclass(slots=True)
@@ -120,7 +132,7 @@ class _Stall:
 
 
 class PrefillWorker:
-    def __init__(self, link: Link, conductor: str, config: PrefillConfig, engine: Engine) -> None:
+    def __init__(self, link: Link, conductor: str, config: PrefillConfig, engine: StageEngine) -> None:
         self._config = config
         self._engine = engine
         self._block = engine.space.block_tokens
@@ -130,9 +142,12 @@ class PrefillWorker:
             chunk_tokens=config.chunk_tokens,
             queue_bound=config.queue_bound,
         )
-        me = describe(link, PartKind.PREFILL, engine, config.queue_bound, config.served_model)
-        self._life = WorkerLife(link, conductor, config.node, me, self._report, self._counters)
+        stages = config.stages
+        me = describe(link, PartKind.PREFILL, engine, config.queue_bound, config.served_model, stages=stages)
+        prepare = self._form if stages > 1 else None
+        self._life = WorkerLife(link, conductor, config.node, me, self._report, self._counters, prepare)
         self._messenger = TcpMessenger(config.token)
+        self._group = Group(self._life, self._messenger, stages) if stages > 1 else None
         self._jobs: dict[tuple[RequestId, int], _Job] = {}
         self._books = Books(self._instance.check_integrity)
         self._ended = Endings()
@@ -145,6 +160,10 @@ class PrefillWorker:
 
     async def run(self) -> None:
         await self._life.run(self._hear, self._gateways, self._drop_gateway, self._quiesce)
+
+    async def _form(self) -> None:
+        assert self._group is not None
+        await self._group.form()
 
     def _gateways(self) -> set[Peer]:
         return {job.work.gateway for job in self._jobs.values()}
@@ -198,6 +217,8 @@ class PrefillWorker:
                 self._order(work)
             case Cancel(request, attempt):
                 self._drop_up_to(request, attempt)
+            case _ if self._group is not None and self._group.hear(envelope):
+                pass
             case other:
                 log.warning("%s from %s is not for a prefill worker", type(other).__name__, envelope.sender.id)
 
@@ -222,6 +243,8 @@ class PrefillWorker:
         job.dropped = True
         if not job.pages:
             del self._jobs[job.id]
+        if self._group is not None:
+            self._group.drop(job.id)
         self._feed(core.Dropped(*job.id))
 
     def _feed(self, event: core.PrefillEvent) -> None:
@@ -258,7 +281,8 @@ class PrefillWorker:
         fetch = work.place.fetch
         source, fetched = (None, 0) if fetch is None else (fetch.source, fetch.first + fetch.count)
         try:
-            job.sink = Sink(self._engine, self._life.node, self._life.here, self._messenger, work)
+            is_shared = self._group is not None
+            job.sink = Sink(self._engine, self._life.node, self._life.here, self._messenger, work, is_shared=is_shared)
             if not job.dropped:
                 stream = await awaited(self._life.node.stream(work.place.space, keys, source, fetched, job.time_left()))
                 try:
@@ -272,6 +296,14 @@ class PrefillWorker:
             self._drop(job)
             return
         await self._await_prefix(job)
+        if self._group is not None and job.sink is not None and not job.dropped:
+            try:
+                left = replace(work, time_left=job.time_left())
+                await self._group.load(left, job.pages, job.hit_blocks, job.sink.caching)
+            except MoonpoolError as e:
+                job.failure = str(e)
+                self._drop(job)
+                return
         job.load_seconds = time.monotonic() - began
         self._feed(core.Loaded(*job.id, job.hit_blocks))
 
@@ -292,9 +324,10 @@ class PrefillWorker:
         hits = prefix.blocks * self._block
         chunk = self._cost.seconds(min(len(job.tokens), hits + self._config.chunk_tokens), hits)
         until = time.monotonic() + patience(self._cost.seconds(hits, 0), job.time_left())
+        by_layers = self._engine.takes_layers and self._group is None
         if job.dropped:
             await prefix.stop()
-        elif not await (prefix.enough(chunk, until) if self._engine.takes_layers else prefix.complete(until)):
+        elif not await (prefix.enough(chunk, until) if by_layers else prefix.complete(until)):
             log.info("request %s: not all of its %d cached blocks came", job.work.label, prefix.blocks)
             await prefix.cut()
 
@@ -323,18 +356,24 @@ class PrefillWorker:
         for job in jobs:
             job.started = job.started or began
         try:
-            draws = await loop.run_in_executor(self._engine_thread, self._compute, chunks, jobs)
+            if self._group is None:
+                out = await loop.run_in_executor(self._engine_thread, self._compute, chunks, jobs)
+                assert isinstance(out, list)
+                draws = out
+                seconds = time.monotonic() - began
+                self._totals.step_seconds += seconds
+            else:
+                draws, seconds = await self._compute_in_stages(self._group, chunks, jobs)
         except _StepAbortedError:
-            draws = [None] * len(chunks)
+            draws, seconds = [None] * len(chunks), time.monotonic() - began
+            self._totals.step_seconds += seconds
         except Exception as e:
             log.exception("a prefill step failed")
             for job in jobs:
                 job.failure = f"the engine failed: {e}"
             self._feed(core.StepDone(failed=True))
             return
-        seconds = time.monotonic() - began
         self._totals.steps += 1
-        self._totals.step_seconds += seconds
         tokens = sum(chunk.count for chunk in chunks)
         for chunk, job, draw in zip(chunks, jobs, draws, strict=True):
             job.compute_seconds += seconds * chunk.count / tokens
@@ -351,29 +390,41 @@ class PrefillWorker:
         for job in again:
             job.loading = self._life.spawn(self._load_again(job))
 
-    def _compute(self, chunks: tuple[core.Chunk, ...], jobs: list[_Job]) -> list[Draw | None]:
-        """On the engine's thread."""
-        for chunk, job in zip(chunks, jobs, strict=True):
-            for page in job.pages[-(-chunk.start // self._block) : -(-(chunk.start + chunk.count) // self._block)]:
-                self._engine.clear(page)
-        rows = [
-            Row(
-                tokens=job.tokens,
-                prompt_tokens=job.work.prompt_tokens,
-                start=chunk.start,
-                count=chunk.count,
-                pages=job.pages,
-                sampling=job.work.sampling if chunk.last else None,
-            )
-            for chunk, job in zip(chunks, jobs, strict=True)
-        ]
+    async def _compute_in_stages(
+        self, group: Group, chunks: tuple[core.Chunk, ...], jobs: list[_Job]
+    ) -> tuple[list[Draw | None], float]:
+        """The draws, and the seconds of the slowest stage. The next step begins when this stage has done its part.
 
+        Steps end in order, so one that is aborted or fails here goes through the other stages too.
+        """
+        began = time.monotonic()
+        failure, hidden = "", None
+        try:
+            hidden = await asyncio.get_running_loop().run_in_executor(self._engine_thread, self._compute, chunks, jobs)
+        except _StepAbortedError:
+            pass
+        except Exception as e:
+            log.exception("a prefill step failed")
+            failure = str(e) or type(e).__name__
+        seconds = time.monotonic() - began
+        self._totals.step_seconds += seconds
+        assert not isinstance(hidden, list), "the leader of a pipeline is not its last stage"
+        passed = await group.pass_on(chunks, hidden, seconds, failure)
+        self._feed(core.Passed())
+        ended = await passed
+        if ended.failure:
+            raise _StepFailedError(ended.failure)
+        return ended.draws, ended.seconds
+
+    def _compute(self, chunks: tuple[core.Chunk, ...], jobs: list[_Job]) -> Bytes | list[Draw | None]:
+        """On the engine's thread: draws, or what the next stage of the pipeline takes."""
+        rows = rows_of(self._engine, chunks, jobs)
         stall = _Stall()
 
         def on_layer(layer: int) -> None:
             for chunk, job in zip(chunks, jobs, strict=True):
                 if not (job.dropped or job.stumbled) and job.sink is not None:
-                    job.sink.after(self._store_thread.submit(self._store_layer, job, chunk, layer))
+                    job.sink.after(self._store_thread.submit(store_layer, self._block, job, chunk, layer))
             for job in jobs:
                 if not (job.dropped or job.stumbled) and not stall.has(job.prefix, layer):
                     job.stumbled = True
@@ -383,21 +434,11 @@ class PrefillWorker:
                 raise _StepAbortedError
 
         try:
+            if self._group is not None:
+                return self._engine.stage(rows, None, on_layer)
             return self._engine.step(rows, on_layer)
         finally:
             self._totals.stall_seconds += stall.seconds
-
-    def _store_layer(self, job: _Job, chunk: core.Chunk, layer: int) -> None:
-        """On the store thread: the runs that this chunk has completed in this layer."""
-        assert job.sink is not None
-        if job.dropped:
-            return
-        end = chunk.start + chunk.count
-        done = range(chunk.start // self._block, end // self._block)
-        if done:
-            job.sink.store_blocks(layer, [(i, job.pages[i]) for i in done], job.time_left())
-        if chunk.last and end % self._block:
-            job.sink.store_tail(layer, job.pages[end // self._block], end % self._block, job.time_left())
 
     def _first_token(self, job: _Job, draw: Draw) -> None:
         """The token to the gateway, the request to its decode worker, the facts to the Conductor."""
@@ -453,7 +494,10 @@ class PrefillWorker:
             await asyncio.wait(running)
         if job.prefix is not None:
             await job.prefix.stop()  # it may have come while the load was awaited
+        elsewhere = ("", 0) if self._group is None else await self._group.end(job.id)
         problem = await job.sink.drain() if job.sink is not None else None
+        problem = problem or elsewhere[0] or None
+        self._totals.bytes_stored += elsewhere[1]
         self._jobs.pop(job.id, None)
         self._ended.add(*job.id)
         if job.sink is not None:

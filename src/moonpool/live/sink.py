@@ -3,6 +3,9 @@
 Decode on the same node: straight into the room that the request holds there, where decode will read it; once complete
 the blocks are ordinary cached blocks. Decode on another node: over Messenger into the room there, and into this node's
 pool as far as it has space.
+
+The stages of a pipeline do so for their own layers: blocks are complete when all have. The leader opens the room for
+caching on its node, which the others join, or write into over Messenger from another node.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ def copy_in(engine: Engine, views: Sequence[Bytes], pages: Sequence[int]) -> Non
     """Whole blocks of the arena into the engine's pages; blocking, for a thread."""
     run_bytes = engine.space.run_bytes
     for view, page in zip(views, pages, strict=False):
-        for layer in range(engine.space.runs):
+        for layer in engine.layers:
             engine.run(layer, page)[:] = view[layer * run_bytes : (layer + 1) * run_bytes]
 
 
@@ -80,27 +83,59 @@ async def keep(engine: Engine, node: NodeClient, keys: Sequence[BlockKey], pages
 class Sink:
     """`store_*` run on the store thread, everything else on the event loop."""
 
-    def __init__(self, engine: Engine, node: NodeClient, here: NodePeer, messenger: TcpMessenger, work: Work) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        node: NodeClient,
+        here: NodePeer,
+        messenger: TcpMessenger,
+        work: Work,
+        is_shared: bool = False,
+        home: NodePeer | None = None,
+        caching: Sequence[int] = (),
+    ) -> None:
+        """`is_shared`: the rest of a pipeline group fills the same blocks. `home`: this is its further stage, and of
+        the node there; `caching`: of the leader's sink.
+        """
         self._engine = engine
         self._node = node
         self._messenger = messenger
         self._work = work
-        self._remote = "" if work.place.decode_node.id == here.id else work.place.decode_node.data_address
+        decode = work.place.decode_node
+        at_home = home is None or home.id == here.id
+        self._remote = "" if decode.id == here.id and at_home else decode.data_address
         self._lacking = frozenset(work.place.lacking)
+        self._is_shared = is_shared
+        self._joins = not self._remote or (home is not None and at_home and len(caching) > 0)
+        self._is_stage = home is not None
+        self._home = "" if home is None or home.id in (here.id, decode.id) else home.data_address
+        self._caching = frozenset(caching)
         self._room: Room | None = None
         self._stores: list[concurrent.futures.Future[None]] = []
         self._writes: list[concurrent.futures.Future[None]] = []
         self._stored: set[tuple[int, int]] = set()
         """(index, layer): what is computed again is not stored again, its checksum might be another."""
+        self._copies: list[concurrent.futures.Future[None]] = []
+        """To `home`, as far as it has room."""
         self.bytes_stored = 0
 
     async def open(self, hit_blocks: int) -> None:
         """Raises PoolError if the room that decode waits for is gone. Space for caching is best effort."""
         work = self._work
-        if not self._remote:
-            self._room = await awaited(self._node.join_room(work.request, work.attempt))
-        elif len(work.keys) > hit_blocks:
-            self._room = await awaited(self._node.open_room(work.place.space, work.keys))
+        name = work.request, work.attempt
+        if self._joins:
+            self._room = await awaited(self._node.join_room(*name))
+        elif len(work.keys) > hit_blocks and not self._is_stage:
+            self._room = await awaited(
+                self._node.open_room(work.place.space, work.keys, name=name if self._is_shared else None)
+            )
+
+    @property
+    def caching(self) -> tuple[int, ...]:
+        """Indices of the blocks that its room for caching has place for."""
+        if self._room is None or not self._remote:
+            return ()
+        return tuple(index for index in range(len(self._room)) if self._room.view(index) is not None)
 
     def after(self, store: concurrent.futures.Future[None]) -> None:
         """`drain` waits for this job of the store thread."""
@@ -115,6 +150,7 @@ class Sink:
         """
         room = None if are_hits and self._remote else self._room
         writes: list[RoomWrite] = []
+        copies: list[RoomWrite] = []
         complete: list[tuple[int, int, int]] = []
         checksums: list[int] = []
         for index, page in blocks:
@@ -123,7 +159,8 @@ class Sink:
             self._stored.add((index, layer))
             view = room.run(index, layer) if room is not None else None
             is_sent = bool(self._remote) and index in self._lacking
-            if view is None and not is_sent:
+            is_copied = bool(self._home) and index in self._caching and not are_hits
+            if view is None and not is_sent and not is_copied:
                 continue
             run = self._engine.run(layer, page)
             digest = checksum(run)
@@ -134,6 +171,10 @@ class Sink:
                 checksums.append(digest)
             if is_sent:
                 writes.append(self._write(index, layer, [run], digest))
+            if is_copied:
+                copies.append(self._write(index, layer, [run], digest))
+        if copies:
+            self._copies.append(self._messenger.write(self._home, copies, time_left))
         self._finish(complete, checksums, writes, time_left)
 
     def store_tail(self, layer: int, page: int, tokens: int, time_left: float) -> None:
@@ -175,6 +216,7 @@ class Sink:
                     await asyncio.wrap_future(future)
                 except MoonpoolError as e:
                     problem = problem or str(e)
+        await asyncio.gather(*map(asyncio.wrap_future, self._copies), return_exceptions=True)
         return problem
 
     async def drain(self) -> str | None:

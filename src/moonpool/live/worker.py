@@ -89,13 +89,23 @@ async def in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
         raise
 
 
-def describe(link: Link, kind: PartKind, engine: Engine, slots: int, model: str, step_tokens: int = 0) -> Registered:
-    """What a worker says of itself; its node is named once it has found it."""
+def describe(
+    link: Link, kind: PartKind, engine: Engine, slots: int, model: str, step_tokens: int = 0, stages: int = 1
+) -> Registered:
+    """What a worker says of itself; its node is named once it has found it. `stages`: of the pipeline that it leads."""
     capacity = Capacity(
         pages=engine.page_count, slots=slots, context_tokens=engine.context_tokens, step_tokens=step_tokens
     )
+    layers = engine.layers if kind is PartKind.STAGE else range(engine.space.runs)
     return Registered(
-        kind, link.me, capacity, space=engine.space, first_layer=0, last_layer=engine.space.runs, model=model
+        kind,
+        link.me,
+        capacity,
+        space=engine.space,
+        first_layer=layers.start,
+        last_layer=layers.stop,
+        model=model,
+        stages=stages,
     )
 
 
@@ -114,8 +124,11 @@ class WorkerLife:
         describe: Registered,
         report: Callable[[], Reported],
         counters: Callable[[], dict[str, float]],
+        prepare: Callable[[], Coroutine[object, object, None]] | None = None,
     ) -> None:
+        """`prepare` says `enter` when orders may come; without it they may as soon as the node is found."""
         self.link = link
+        self._prepare = prepare
         self._wanted_node = wanted_node
         self._description = describe
         self._here: NodePeer | None = None
@@ -178,10 +191,11 @@ class WorkerLife:
                 )
 
             self._node.on_lost = node_lost
-            self._description = replace(self._description, node=self._here.id)
-            self._membership.register_again()
             heart = asyncio.create_task(self._membership.run())
-            log.info("ready on %s", self._here.id)
+            if self._prepare is None:
+                self.enter()
+            else:
+                self.spawn(self._prepare())
             done, _ = await asyncio.wait((ears, eyes, heart, self._broken), return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
@@ -194,6 +208,16 @@ class WorkerLife:
             if self._node is not None:
                 self._node.on_lost = None
                 self._node.close()
+
+    def enter(self) -> None:
+        """Name the node to the Conductor: from now on orders come."""
+        self._description = replace(self._description, node=self.here.id)
+        self._membership.register_again()
+        log.info("ready on %s", self.here.id)
+
+    @property
+    def membership(self) -> Membership:
+        return self._membership
 
     def spawn(self, coroutine: Coroutine[object, object, None]) -> asyncio.Task[None]:
         """Run in the background; an exception in it ends the worker, because its state can no longer be trusted."""

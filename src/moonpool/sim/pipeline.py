@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import msgspec
 
-from moonpool.core.cost import PrefillCoefficients
 from moonpool.sim.profile import Profile
 
 
@@ -24,11 +23,9 @@ def of_group(profile: Profile, machines: int) -> Profile:
     """
     if machines == 1:
         return profile
-    share = _share(profile, machines)
-    prefill = profile.prefill
     return msgspec.structs.replace(
         profile,
-        prefill=PrefillCoefficients(prefill.fixed, prefill.per_token * share, prefill.per_token_squared * share),
+        prefill=profile.prefill.shared(_share(profile, machines)),
         dram_tokens=profile.dram_tokens * machines,
         ssd_bytes=profile.ssd_bytes * machines,
         ssd_read_bytes_per_second=profile.ssd_read_bytes_per_second * machines,

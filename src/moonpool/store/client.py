@@ -146,12 +146,25 @@ class NodeClient:
             lambda serial: StreamBlocks(serial, space, tuple(keys), source, fetched, max(0.0, time_left)), accept
         )
 
-    def open_room(self, space: KeySpace, keys: Sequence[BlockKey], tail_tokens: int = 0) -> Future[Room]:
-        """Room for caching: as many leading keys as there is space for. `keys` start at the prompt's first block."""
-        return self._call(lambda serial: OpenRoom(serial, space, tuple(keys), tail_tokens), self._accept_room)
+    def open_room(
+        self,
+        space: KeySpace,
+        keys: Sequence[BlockKey],
+        tail_tokens: int = 0,
+        name: tuple[RequestId, int] | None = None,
+    ) -> Future[Room]:
+        """Room for caching: as many leading keys as there is space for. `keys` start at the prompt's first block.
+
+        `name`: others may join it under this request and attempt.
+        """
+        named = (None, 0) if name is None else name
+        return self._call(lambda serial: OpenRoom(serial, space, tuple(keys), tail_tokens, *named), self._accept_room)
 
     def join_room(self, request: RequestId, attempt: int) -> Future[Room]:
-        """The hand-over room that the Conductor reserved on this node, to write into it; PoolError if there is none."""
+        """The hand-over room that the Conductor reserved on this node, or a caching room of that name, to write.
+
+        PoolError if there is none.
+        """
         return self._call(lambda serial: JoinRoom(serial, request, attempt), self._accept_room)
 
     def complete(self, room: Room, runs: Sequence[tuple[int, int, int]], checksums: Sequence[int]) -> None:

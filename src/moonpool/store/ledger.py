@@ -188,10 +188,12 @@ class Ledger:
         keys: Sequence[BlockKey],
         tail_tokens: int = 0,
         metas: Sequence[BlockMeta] | None = None,
+        name: tuple[RequestId, int] | None = None,
     ) -> Room:
         """A caching room: as many leading keys as there is room for, perhaps none.
 
-        `metas`: one a key; without them the keys are a prompt's, from its first block on.
+        `metas`: one a key; without them the keys are a prompt's, from its first block on. `name`: others may `join` it
+        as this attempt of a request and write into it from elsewhere; it ends when all have left it, or one has died.
         """
         with self._lock:
             self._check(space, keys, tail_tokens)
@@ -200,6 +202,12 @@ class Ledger:
             budget = self._quotas.left(client)
             room = self._open(space, keys, tail_tokens, whole=False, budget=budget, metas=metas)
             assert room is not None, "a best-effort room opens even when it is empty"
+            if name is not None:
+                if name in self._reserved:
+                    self._end(room)
+                    raise PoolError(f"attempt {name[1]} of {name[0]} has a room here")
+                room.reserved, room.opener = name, client
+                self._reserved[name] = room
             self._give(room, client)
             return room
 
@@ -296,7 +304,7 @@ class Ledger:
     def close(self, client: ClientId, number: RoomId) -> None:
         """The client is through with the room. Unknown rooms are ignored: a close may cross the room's end.
 
-        A reader's close ends a hand-over room; so does the close of a writer that has not written everything.
+        A reader's close ends a hand-over room; so does that of the last writer if not everything is written.
         """
         with self._lock:
             room = self._rooms.get(number)
@@ -314,7 +322,7 @@ class Ledger:
                     del room.waiters[waiter]
                     self._miss(waiter)
                 if client in room.writers or client in room.readers:
-                    self._leave(room, client)
+                    self._leave(room, client, died=True)
 
     def gateways(self) -> set[Peer]:
         """Whose requests have hand-over rooms here."""
@@ -341,8 +349,8 @@ class Ledger:
         with self._lock:
             held = [Holding(Kind.LEASE, lease.id, (lease.client,)) for lease in self._leases.values()]
             for room in self._rooms.values():
-                kind = Kind.CACHING_ROOM if room.reserved is None else Kind.HAND_OVER_ROOM
-                expires = None if room.reserved is None else room.expires
+                kind = Kind.HAND_OVER_ROOM if room.is_handed_over else Kind.CACHING_ROOM
+                expires = room.expires if room.is_handed_over else None
                 held.append(Holding(kind, room.id, tuple(sorted(room.writers | room.readers)), expires))
             return held
 
@@ -406,8 +414,8 @@ class Ledger:
             for lease in self._leases.values():
                 held[lease.client] += bytes_of(lease.blocks)
             for room in self._rooms.values():
-                if room.reserved is None:
-                    for client in (*room.writers, *room.readers):
+                for client in (*room.writers, *room.readers):
+                    if room.reserved is None or client == room.opener:
                         held[client] += bytes_of(room.blocks)
             assert +held == self._quotas.held, f"clients hold {held}, counted as {self._quotas.held}"
 
@@ -514,9 +522,9 @@ class Ledger:
         self._counts["missed_rooms"] += 1
         waiter.set_result(None)
 
-    def _leave(self, room: Room, client: ClientId) -> None:
+    def _leave(self, room: Room, client: ClientId, died: bool = False) -> None:
         was_reader, was_writer = client in room.readers, client in room.writers
-        if was_writer and room.reserved is None:
+        if was_writer and (room.reserved is None or room.opener == client):
             self._quotas.let_go(client, room.blocks)
         if was_reader and room.reserved is None:
             self._quotas.let_go(client, room.blocks)
@@ -524,8 +532,12 @@ class Ledger:
         room.writers.discard(client)
         if room.ended:
             self._free_unless_held(room)
-        elif was_reader or (was_writer and (room.reserved is None or room.unfinished)):
+        elif was_reader or (was_writer and (not room.writers or died) and self._is_over(room)):
             self._end(room)
+
+    def _is_over(self, room: Room) -> bool:
+        """If one of its writers writes no more; the others may be stages that write other layers."""
+        return not room.is_handed_over or room.unfinished > 0
 
     def _end(self, room: Room) -> None:
         room.ended = True

@@ -64,6 +64,9 @@ class OpenRoom(Struct, frozen=True, tag=True):
     space: KeySpace
     keys: tuple[BlockKey, ...]
     tail_tokens: Tokens
+    request: RequestId | None = None
+    """Others may join the room under this request and attempt, and write into it over Messenger."""
+    attempt: int = 0
 
 
 class JoinRoom(Struct, frozen=True, tag=True):

@@ -33,7 +33,9 @@ class Room:
     tail: Block | None
     tail_tokens: int
     reserved: tuple[RequestId, int] | None = None
-    """(request, attempt) of a hand-over room; None: a caching room."""
+    """(request, attempt) of a hand-over room, or of a caching room that others join; None: any other caching room."""
+    opener: ClientId | None = None
+    """Of a caching room that others join."""
     gateway: Peer | None = None
     """Hand-over rooms: whose request it is."""
     expires: float = 0.0
@@ -46,6 +48,10 @@ class Room:
     unfinished: int = 0
     """The room's own blocks, the tail included, that are not complete."""
     ended: bool = False
+
+    @property
+    def is_handed_over(self) -> bool:
+        return self.reserved is not None and self.opener is None
 
     def block(self, index: int) -> Block | None:
         """Raises PoolError for an index that the room has not got."""

@@ -281,7 +281,7 @@ class Session:
             case StreamBlocks():
                 return self._streamer.begin(self._client, call, self._arrived)
             case OpenRoom():
-                return _opened(call.serial, self._ledger.open(self._client, call.space, call.keys, call.tail_tokens))
+                return _opened(call.serial, self._open_room(call))
             case OpenEach():
                 keys = unpacked(call.keys)
                 return _opened(call.serial, self._ledger.open_each(self._client, call.space, keys, call.metas))
@@ -298,6 +298,10 @@ class Session:
                 except AssertionError as e:
                     raise PoolError(f"the node's books are wrong: {e}") from e
                 return Audited(call.serial)
+
+    def _open_room(self, call: OpenRoom) -> Room:
+        name = None if call.request is None else (call.request, call.attempt)
+        return self._ledger.open(self._client, call.space, call.keys, call.tail_tokens, name=name)
 
     async def _await_room(self, call: AwaitRoom) -> None:
         seconds = call.time_left if 0 <= call.time_left <= LONGEST_SECONDS else LONGEST_SECONDS

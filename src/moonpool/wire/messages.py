@@ -9,7 +9,17 @@ from msgspec import Meta, Struct
 
 from moonpool.core.actions import Action, Place
 from moonpool.core.events import Event
-from moonpool.core.vocabulary import BLOCK_KEY_BYTES, BlockKey, KeySpaceId, NodePeer, PartId, Peer, RequestId
+from moonpool.core.prefill import Chunk
+from moonpool.core.vocabulary import (
+    BLOCK_KEY_BYTES,
+    BlockKey,
+    Incarnation,
+    KeySpaceId,
+    NodePeer,
+    PartId,
+    Peer,
+    RequestId,
+)
 
 
 class Sampling(Struct, frozen=True):
@@ -166,6 +176,127 @@ class Located(Struct, frozen=True, tag=True):
         return found
 
 
+class IntakeAddress(Struct, frozen=True):
+    """How others reach what a stage takes hidden states in (`messenger/intake.py`)."""
+
+    host: PartId
+    """The node on the taker's host."""
+    memory: str
+    """A file, for those on that host."""
+    data_address: str
+    """`host:port`, for all others."""
+    slot_bytes: Annotated[int, Meta(ge=1, le=1 << 32)]
+
+
+class StageReady(Struct, frozen=True, tag=True):
+    """A stage to the leader of its group, until it is answered: it is there, and free."""
+
+    stage: int
+    intake: IntakeAddress
+
+
+class JoinGroup(Struct, frozen=True, tag=True):
+    """Leader to a stage: all are there. What the group says of `group` other than this one is of its last life."""
+
+    group: Incarnation
+    """The leader's incarnation."""
+    stages: int
+    home: NodePeer
+    """The leader's node: its pool has what the group computes, unless it is decoded elsewhere."""
+    next: Peer | None
+    """None for the last one."""
+    intake: IntakeAddress | None
+    """Of the next one."""
+
+
+class GroupJoined(Struct, frozen=True, tag=True):
+    group: Incarnation
+    problem: str = ""
+
+
+class GroupBroken(Struct, frozen=True, tag=True):
+    """Stage to leader: it cannot go on."""
+
+    group: Incarnation
+    reason: str
+
+
+class StageWork(Struct, frozen=True, tag=True):
+    """Leader to a stage: have your layers of the first `blocks` blocks in these pages, then say `StageLoaded`."""
+
+    group: Incarnation
+    work: Work
+    pages: tuple[int, ...]
+    blocks: int
+    caching: tuple[int, ...]
+    """Indices of the blocks that the leader's node has room for in its pool, where the prompt is decoded elsewhere."""
+
+
+class StageLoaded(Struct, frozen=True, tag=True):
+    group: Incarnation
+    request: RequestId
+    attempt: int
+    problem: str = ""
+
+
+class EndStageWork(Struct, frozen=True, tag=True):
+    """Leader to a stage: nothing more of this attempt will be computed. Finish its I/O, then say `StageWorkEnded`."""
+
+    group: Incarnation
+    request: RequestId
+    attempt: int
+
+
+class StageWorkEnded(Struct, frozen=True, tag=True):
+    group: Incarnation
+    request: RequestId
+    attempt: int
+    bytes_stored: int
+    problem: str = ""
+
+
+class PassOn(Struct, frozen=True, tag=True):
+    """A stage to the next one: it has done its part of this step. Steps come in the order of their serials."""
+
+    group: Incarnation
+    serial: int
+    chunks: tuple[Chunk, ...]
+    nbytes: int
+    """Of hidden states in the slot of this serial; 0: nobody wants the step any more, or it has failed."""
+    seconds: float
+    """Of the slowest stage so far."""
+    failure: str = ""
+
+
+class Taken(Struct, frozen=True, tag=True):
+    """The answer to `PassOn`: its slot is free."""
+
+    group: Incarnation
+    serial: int
+
+
+class Drawn(Struct, frozen=True, array_like=True):
+    """As `engine.Draw`."""
+
+    token: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...]
+    is_end: bool
+    error: str | None
+
+
+class StepEnded(Struct, frozen=True, tag=True):
+    """The last stage to the leader."""
+
+    group: Incarnation
+    serial: int
+    draws: tuple[Drawn | None, ...]
+    """One a chunk."""
+    seconds: float
+    """Of the slowest stage."""
+    failure: str = ""
+
+
 Message = (
     Event
     | Action
@@ -179,6 +310,17 @@ Message = (
     | Description
     | Locate
     | Located
+    | StageReady
+    | JoinGroup
+    | GroupJoined
+    | GroupBroken
+    | StageWork
+    | StageLoaded
+    | EndStageWork
+    | StageWorkEnded
+    | PassOn
+    | Taken
+    | StepEnded
 )
 
 
