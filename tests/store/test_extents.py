@@ -128,15 +128,15 @@ def test_a_block_costs_few_others_their_place_however_sizes_mix(large: int, one_
     for number in range(often(3000)):
         space = spaces[not rng.randrange(one_in)]
         before = blocks.evictions
-        tail = blocks.allocate(space, None, None, 0, rng.randrange(1, space.run_bytes))
-        block = blocks.allocate(space, BlockKey(number.to_bytes(16, "big")), None, 0, space.run_bytes)
+        tail = blocks.allocate_tail(space, 0, rng.randrange(1, space.run_bytes))
+        block = blocks.allocate(space, BlockKey(number.to_bytes(16, "big")), None, 0, b"")
         assert block is not None
         assert tail is not None
         tails.append(tail)
         if len(tails) > 4:
             blocks.discard(tails.pop(rng.randrange(4)))
         block.complete = 1
-        blocks.promote([block])
+        blocks.promote(space, [block])
         blocks.eviction.unpin([block.name])
         blocks.eviction.touch([rng.choice(list(blocks.resident))])
         # Twice its size by use and by place, and so for the tail.

@@ -78,10 +78,10 @@ def test_saving_ahead_does_not_look_through_all_of_dram_for_each_block() -> None
 
     blocks.eviction.victims = counted  # type: ignore[method-assign]
     for number in range(2 * count):
-        block = blocks.allocate(space, BlockKey(number.to_bytes(16, "big")), None, 0, PAGE_BYTES)
+        block = blocks.allocate(space, BlockKey(number.to_bytes(16, "big")), None, 0, b"")
         assert block is not None
         block.complete = 1
-        blocks.promote([block])
+        blocks.promote(space, [block])
         blocks.eviction.unpin([block.name])
         while (saves := shelf.next_saves(0, 32, 16 << 20)) is not None:
             saved += len(saves.blocks)

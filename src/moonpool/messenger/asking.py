@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, groupby
 
 from moonpool.errors import PoolError, TransferError
 from moonpool.messenger.channel import SPIN_SECONDS, Channel, Header, Part, framed
@@ -88,34 +88,47 @@ def get(
 def put(channel: Channel, request: PutBlocks, sources: Sequence[Sequence[Bytes]], until: float) -> bytes:
     """One mark a key: YES, NO where the node had it already, or DAMAGED. `sources`: pieces of each block."""
     space = request.space
-    group: list[Part] = [framed(request)]
-    if len(sources) * space.block_bytes > SMALL_BYTES:
-        # At once: the node makes room while the first bytes are summed up.
-        channel.send_all(group, until)
-        group = []
+    is_small = len(sources) * space.block_bytes <= SMALL_BYTES
+    unsent: list[Part] = [framed(request)]
+    if not is_small:
+        # At once: the node makes room while the first bytes are under way.
+        channel.send_all(unsent, until)
+        unsent = []
     limit = FIRST_BYTES
     for stretch in stretches(len(sources), space.block_bytes):
         digests = RunDigests(space.run_bytes)
-        room = limit
-        for pieces in sources[stretch]:
-            for piece in pieces:
-                view = piece.data
-                while len(view):
-                    if not room:
-                        channel.send_all(group, until, more=True)
-                        group = []
-                        room = limit = min(2 * limit, GROUP_BYTES)
-                    part, view = view[:room], view[room:]
-                    digests.feed(part)
-                    group.append(part)
-                    room -= len(part)
-        group.append(framed(Checksums(pack_sums(digests.checksums))))
-        channel.send_all(group, until)
-        group = []
+        for group in _groups(sources[stretch], limit):
+            unsent += group
+            if not is_small:
+                # Summed up while the node receives it.
+                channel.send_all(unsent, until)
+                unsent = []
+            for part in group:
+                digests.feed(part)
+        limit = GROUP_BYTES
+        unsent.append(framed(Checksums(pack_sums(digests.checksums))))
+    channel.send_all(unsent, until)
     reply = _heard(channel, until, soon=BOOKS_SECONDS)
     if not isinstance(reply, Marks) or len(reply.marks) * 16 != len(request.keys):
         raise TransferError(f"{type(reply).__name__} came as the answer to PutBlocks, or not one mark a key")
     return reply.marks
+
+
+def _groups(blocks: Sequence[Sequence[Bytes]], limit: int) -> Iterator[list[memoryview]]:
+    """Their bytes in groups of `limit`, then of twice as many each time, up to GROUP_BYTES."""
+    group: list[memoryview] = []
+    room = limit
+    for piece in chain.from_iterable(blocks):
+        view = piece.data
+        while len(view) > room:
+            yield [*group, view[:room]]
+            view, group = view[room:], []
+            room = limit = min(2 * limit, GROUP_BYTES)
+        if len(view):
+            group.append(view)
+            room -= len(view)
+    if group:
+        yield group
 
 
 def _heard(channel: Channel, until: float, soon: float = 0.0) -> Header:

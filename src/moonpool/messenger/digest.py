@@ -21,6 +21,9 @@ class RunDigests:
 
     def feed(self, piece: memoryview) -> None:
         run_bytes, sums = self._run_bytes, self.checksums
+        if self._open is None and len(piece) == run_bytes:
+            sums.append(xxhash.xxh3_64_intdigest(piece))
+            return
         at, end = 0, len(piece)
         if self._open is not None:
             at = min(self._left, end)

@@ -117,44 +117,51 @@ def take(channel: Channel, store: Store, request: PutBlocks, count: Count) -> No
 
 
 def _fill(channel: Channel, intake: Intake, request: PutBlocks, until: float, count: Count) -> bytes:
-    space = request.space
-    found = bytearray()
-    for stretch in stretches(len(intake.targets), space.block_bytes):
+    space, runs = request.space, request.space.runs
+    found = b""
+    for stretch in stretches(len(request.keys) // BLOCK_KEY_BYTES, space.block_bytes):
         with moving((stretch.stop - stretch.start) * space.block_bytes, until) as limit:
-            arrived = _receive_stretch(channel, intake.targets[stretch], space, limit, count)
+            arrived = _receive_stretch(channel, intake.places(stretch), space, limit, count)
             expected = list(_sums(channel, limit))
-        if len(expected) != len(arrived) * space.runs:
-            raise TransferError(f"{len(arrived)} blocks of {space.runs} runs with {len(expected)} checksums")
-        landed: list[tuple[int, list[int]]] = []
-        for position, sums in enumerate(arrived):
-            if sums is None:
-                found.append(NO)
-            elif sums == expected[position * space.runs : (position + 1) * space.runs]:
-                landed.append((stretch.start + position, sums))
-                found.append(YES)
-            else:
-                count("checksum_failures", 1)
-                log.warning("a block of key space %s arrived with a wrong checksum", space.id)
-                found.append(DAMAGED)
-        for at in range(0, len(landed), LANDED_TOGETHER):
-            intake.landed(landed[at : at + LANDED_TOGETHER])
-    return bytes(found)
+        if len(expected) != len(arrived):
+            raise TransferError(f"{len(arrived)} runs with {len(expected)} checksums")
+        marks = _compared(arrived, expected, runs)
+        if damaged := marks.count(DAMAGED):
+            count("checksum_failures", damaged)
+            log.warning("%d blocks of key space %s arrived with a wrong checksum", damaged, space.id)
+        landed = [at for at, mark in enumerate(marks) if mark == YES]
+        for some in (landed[at : at + LANDED_TOGETHER] for at in range(0, len(landed), LANDED_TOGETHER)):
+            sums = [value for at in some for value in expected[at * runs : (at + 1) * runs]]
+            intake.landed([stretch.start + at for at in some], sums)
+        found += marks
+    return found
+
+
+def _compared(arrived: Sequence[int | None], expected: Sequence[int], runs: int) -> bytes:
+    """A mark a block: NO for those that were thrown away."""
+    if arrived == expected:
+        return bytes([YES]) * (len(expected) // runs)
+    return bytes(
+        NO if arrived[at] is None else YES if arrived[at : at + runs] == expected[at : at + runs] else DAMAGED
+        for at in range(0, len(expected), runs)
+    )
 
 
 def _receive_stretch(
-    channel: Channel, targets: Sequence[Bytes | None], space: KeySpace, until: float, count: Count
-) -> list[list[int] | None]:
-    """The checksums of the runs of each block; None for one that was there already."""
-    arrived: list[list[int] | None] = []
-    for is_wanted, some in groupby(targets, lambda target: target is not None):
+    channel: Channel, places: Iterable[tuple[int, Bytes | None]], space: KeySpace, until: float, count: Count
+) -> list[int | None]:
+    """The checksums of all runs of all blocks; None for those of blocks that were there already."""
+    arrived: list[int | None] = []
+    for is_wanted, some in groupby(places, lambda place: place[1] is not None):
         if is_wanted:
-            wanted = [[target] for target in some if target is not None]
-            arrived += receive(channel, wanted, space.run_bytes, until)
-            count("bytes_in", len(wanted) * space.block_bytes)
+            wanted = [[memory] for _, memory in some if memory is not None]
+            for sums in receive(channel, wanted, space.run_bytes, until):
+                arrived += sums
+            count("bytes_in", sum(memory.nbytes for (memory,) in wanted))
         else:
-            for _ in some:
-                channel.skip(space.block_bytes, until)
-                arrived.append(None)
+            for blocks, _ in some:
+                channel.skip(blocks * space.block_bytes, until)
+                arrived += [None] * (blocks * space.runs)
     return arrived
 
 

@@ -22,6 +22,9 @@ from moonpool.core.vocabulary import (
 )
 from moonpool.errors import PoolError
 
+_KEY = struct.Struct(f"{BLOCK_KEY_BYTES}s")
+_KEY_LENGTHS = {BLOCK_KEY_BYTES}
+
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 TimeLeft = Annotated[float, Meta(ge=-1e9, le=1e9)]
 """Below 0: the deadline has passed."""
@@ -174,7 +177,7 @@ def packed(keys: Sequence[BlockKey]) -> bytes:
         # Its elements would pass for keys.
         raise PoolError("one key was given where several are expected: give a list of keys")
     try:
-        if any(len(key) != BLOCK_KEY_BYTES for key in keys):
+        if not set(map(len, keys)) <= _KEY_LENGTHS:
             wrong = next(key for key in keys if len(key) != BLOCK_KEY_BYTES)
             raise _no_key(f"{len(wrong)}")
         return b"".join(keys)
@@ -194,7 +197,7 @@ def unpacked(keys: bytes) -> list[BlockKey]:
     """Raises PoolError for what cannot be keys."""
     if len(keys) % BLOCK_KEY_BYTES:
         raise PoolError(f"{len(keys)} bytes are no whole block keys of {BLOCK_KEY_BYTES} bytes")
-    return [BlockKey(keys[at : at + BLOCK_KEY_BYTES]) for at in range(0, len(keys), BLOCK_KEY_BYTES)]
+    return [key for (key,) in _KEY.iter_unpack(keys)]
 
 
 def stretches(count: int, block_bytes: int) -> Iterator[slice]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Protocol
 
@@ -110,13 +110,15 @@ class Gift(Protocol):
 class Intake(Protocol):
     """Places for the blocks of one put. No byte is written after `close`; what has not landed then is nothing."""
 
-    @property
-    def targets(self) -> Sequence[Bytes | None]:
-        """One a key; None where the bytes are to be thrown away: the block is there already."""
+    def places(self, blocks: slice) -> Iterator[tuple[int, Bytes | None]]:
+        """Of these blocks: so many that lie one behind the other, and where; the next ones; and so on.
+
+        None where the bytes are to be thrown away: the blocks are there already.
+        """
         ...
 
-    def landed(self, blocks: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """The blocks at these positions of `targets` are all there and right; with the checksums of their runs."""
+    def landed(self, positions: Sequence[int], checksums: Sequence[int]) -> None:
+        """The blocks at these positions are all there and right; with the checksums of all their runs."""
         ...
 
     def close(self) -> None: ...

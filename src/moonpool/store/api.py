@@ -218,7 +218,8 @@ class Space:
         if metas:
             _check_length(keys, metas, "metas")
         packed(keys)
-        sources = [as_pieces(buffers, self.block_bytes) for buffers in pieces]
+        nbytes = self.block_bytes
+        sources = [as_pieces(buffers, nbytes) for buffers in pieces]
         if len(set(keys)) < len(keys):
             return self._put_first(keys, sources, metas)
         return self._in_parts(

@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from moonpool.core.eviction import Eviction
 from moonpool.core.vocabulary import BlockKey, KeySpace, KeySpaceId, Tier
 from moonpool.store.board import Board
@@ -19,12 +21,11 @@ from moonpool.store.extents import Extents, page_aligned
 from moonpool.store.spaces import Spaces
 
 Name = tuple[KeySpaceId, BlockKey]
-Wanted = tuple[BlockKey, BlockKey | None, int]
-"""A block's key, that of the block before it in its prompt, and its index there."""
+Wanted = tuple[BlockKey, BlockKey | None, int, bytes]
+"""A block's key, that of the block before it in its prompt, its index there, its token ids if they are known."""
 
 
-@dataclass(slots=True, eq=False)
-class Block:
+class Block(Struct, eq=False, gc=False):
     """One extent of the arena: a whole block, or (key None) the partial tail of a prompt."""
 
     offset: int
@@ -35,6 +36,8 @@ class Block:
     index: int
     """In its prompt."""
     checksums: list[int]
+    tokens: bytes = b""
+    """Its token ids (u32, little-endian), where whoever put it gave them."""
     complete: int = 0
     """Bitmask of the runs that are all there."""
     arriving: int = 0
@@ -47,8 +50,6 @@ class Block:
     discarded: bool = False
     settled: bool = False
     """It is readable, or will never be: nobody waits for it."""
-    tokens: bytes = b""
-    """Its token ids (u32, little-endian), where whoever put it gave them."""
 
     @property
     def nbytes(self) -> int:
@@ -59,13 +60,17 @@ class Block:
         return self.complete == (1 << self.space.runs) - 1
 
     @property
+    def is_untouched(self) -> bool:
+        """Nobody has written any of it, or is at it."""
+        return not (self.complete or self.arriving or self.resident)
+
+    @property
     def name(self) -> Name:
         assert self.key is not None
         return self.space.id, self.key
 
 
-@dataclass(slots=True)
-class Change:
+class Change(Struct, gc=False):
     """A block has come to a tier (stored) or has left it. What is in DRAM is readable."""
 
     stored: bool
@@ -117,10 +122,26 @@ class Blocks:
         return nbytes <= self.extents.free + self.eviction.evictable_bytes - self._saving_bytes()
 
     def allocate(
-        self, space: KeySpace, key: BlockKey | None, parent: BlockKey | None, index: int, run_bytes: int
+        self, space: KeySpace, key: BlockKey, parent: BlockKey | None, index: int, tokens: bytes
     ) -> Block | None:
         """Space for one block, at the cost of unpinned ones where it must be; None if there is none."""
-        nbytes = run_bytes * space.runs
+        offset = self._make_room(space.block_bytes)
+        if offset is None:
+            return None
+        self.spaces.came(space)
+        name = space.id, key
+        self.filling[name] = self.filling.get(name, 0) + 1
+        return Block(offset, space, space.run_bytes, key, parent, index, [0] * space.runs, tokens)
+
+    def allocate_tail(self, space: KeySpace, index: int, run_bytes: int) -> Block | None:
+        """As `allocate`, for the last tokens of a prompt, which are no whole block."""
+        offset = self._make_room(run_bytes * space.runs)
+        if offset is None:
+            return None
+        self.spaces.came(space)
+        return Block(offset, space, run_bytes, None, None, index, [0] * space.runs, settled=True)
+
+    def _make_room(self, nbytes: int) -> int | None:
         if not self.could_hold(page_aligned(nbytes)):
             return None
         offset = self.extents.allocate(nbytes)
@@ -139,60 +160,51 @@ class Blocks:
                 for at in self.extents.in_the_way(nbytes, self._may_go) or ():
                     self.evict(self.places[at])
                 offset = self.extents.allocate(nbytes)
-        block = Block(offset, space, run_bytes, key, parent, index, [0] * space.runs)
-        self.spaces.came(space)
-        if key is None:
-            block.settled = True
-        else:
-            name = block.name
-            self.filling[name] = self.filling.get(name, 0) + 1
-        return block
+        return offset
 
     def allocate_row(self, space: KeySpace, wanted: Sequence[Wanted]) -> list[Block] | None:
         """As `allocate`, for several whole blocks at once; None where they do not lie in one piece of free memory."""
         row = self.extents.allocate_row(space.block_bytes, len(wanted))
         if row is None:
             return None
-        filling, run_bytes, runs = self.filling, space.run_bytes, space.runs
+        filling, id_, run_bytes, runs = self.filling, space.id, space.run_bytes, space.runs
         self.spaces.came(space, len(wanted))
-        blocks = []
-        for offset, (key, parent, index) in zip(row, wanted, strict=True):
-            blocks.append(Block(offset, space, run_bytes, key, parent, index, [0] * runs))
-            name = space.id, key
+        for key, _, _, _ in wanted:
+            name = id_, key
             filling[name] = filling.get(name, 0) + 1
-        return blocks
+        return [
+            Block(offset, space, run_bytes, key, parent, index, [0] * runs, tokens)
+            for offset, (key, parent, index, tokens) in zip(row, wanted, strict=True)
+        ]
 
-    def promote(self, blocks: Iterable[Block]) -> None:
+    def promote(self, space: KeySpace, blocks: Iterable[Block]) -> None:
         """Make complete blocks readable and pin them. One whose key is readable already stays private."""
-        resident, board = self.resident, self.board
-        come: list[Name] = []
+        id_, size = space.id, page_aligned(space.block_bytes)
+        resident, places, pinned, add = self.resident, self.places, self.pinned, self.eviction.add
+        come: dict[Name, Block] = {}
         for block in blocks:
             name = block.name
             if name in resident:
                 continue
-            nbytes = block.nbytes
-            resident[name] = block
-            self.places[block.offset] = name
-            parent = None if block.parent is None else (name[0], block.parent)
-            pins = 2 if name in self.pinned else 1
-            self.eviction.add(name, page_aligned(nbytes), parent, block.index, pins)
+            come[name] = resident[name] = block
             block.resident = True
-            if board is not None:
-                board.show(*name, block.offset, nbytes)
-            come.append(name)
-        self.on_come(come)
-        self.settle([resident[name] for name in come])
+            places[block.offset] = name
+            parent = None if block.parent is None else (id_, block.parent)
+            add(name, size, parent, block.index, 2 if name in pinned else 1)
+        if self.board is not None:
+            self.board.show(come, [block.offset for block in come.values()], space.block_bytes)
+        self.on_come([*come])
+        self.settle(come.values())
         self.on_change([Change(True, name) for name in come])
 
     def settle(self, blocks: Iterable[Block]) -> None:
-        names = []
+        names, filling = [], self.filling
         for block in blocks:
             if not block.settled:
                 block.settled = True
                 names.append(name := block.name)
-                others = self.filling.pop(name) - 1
-                if others:
-                    self.filling[name] = others
+                if others := filling.pop(name) - 1:
+                    filling[name] = others
         self.on_settled(names)
 
     def evict(self, name: Name) -> None:

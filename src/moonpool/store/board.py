@@ -13,6 +13,7 @@ import mmap
 import os
 import platform
 import struct
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Final
 
@@ -28,6 +29,7 @@ BLOCK_BYTES = 64 << 10
 """Blocks smaller than this may be too many for the board of an arena full of them."""
 _WORDS: Final = 8
 """u64 words of an entry: a cache line."""
+_BUCKET_WORDS = WAYS * _WORDS
 _VERSION, _SPACE, _KEY, _KEY_END, _OFFSET, _BYTES = range(6)
 _KEY_WORDS = struct.Struct("<2Q")
 _ENTRY = struct.Struct("<5Q")
@@ -56,19 +58,23 @@ class Board:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
         self._at: dict[tuple[KeySpaceId, BlockKey], int] = {}
 
-    def show(self, space: KeySpaceId, key: BlockKey, offset: int, nbytes: int) -> None:
-        """The block is readable, and lies there."""
-        words = self._words
-        low, high = _KEY_WORDS.unpack(key)
-        first = _bucket(low, self.entries)
-        for at in range(first, first + WAYS * _WORDS, _WORDS):
-            if not words[at + _BYTES]:
-                version = words[at]
-                words[at] = version + 1
-                _ENTRY.pack_into(self._memory, (at + _SPACE) * 8, space_tag(space), low, high, offset, nbytes)
-                words[at] = version + 2
-                self._at[space, key] = at
-                return
+    def show(self, names: Iterable[tuple[KeySpaceId, BlockKey]], offsets: Iterable[int], nbytes: int) -> None:
+        """These blocks are readable, and lie there."""
+        words, memory, places, buckets = self._words, self._memory, self._at, self.entries // WAYS
+        unpack, pack = _KEY_WORDS.unpack, _ENTRY.pack_into
+        for name, offset in zip(names, offsets, strict=True):
+            low, high = unpack(name[1])
+            at = end = low % buckets * _BUCKET_WORDS
+            end += _BUCKET_WORDS
+            while at < end:
+                if not words[at + _BYTES]:
+                    version = words[at]
+                    words[at] = version + 1
+                    pack(memory, (at + _SPACE) * 8, space_tag(name[0]), low, high, offset, nbytes)
+                    words[at] = version + 2
+                    places[name] = at
+                    break
+                at += _WORDS
 
     def hide(self, space: KeySpaceId, key: BlockKey) -> None:
         """The block is about to leave its memory."""
@@ -120,8 +126,8 @@ class BoardView:
             return None
         words = self._words
         low, high = _KEY_WORDS.unpack(key)
-        first = _bucket(low, self._entries)
-        for at in range(first, first + WAYS * _WORDS, _WORDS):
+        first = low % (self._entries // WAYS) * _BUCKET_WORDS
+        for at in range(first, first + _BUCKET_WORDS, _WORDS):
             if words[at + _KEY] == low:
                 seen = Sighting(at, words[at], words[at + _OFFSET], words[at + _BYTES])
                 is_it = (words[at + _SPACE], words[at + _KEY], words[at + _KEY_END]) == (tag, low, high)
@@ -137,8 +143,3 @@ class BoardView:
 @lru_cache(1024)
 def space_tag(space: KeySpaceId) -> int:
     return xxhash.xxh3_64_intdigest(space.encode())
-
-
-def _bucket(low: int, entries: int) -> int:
-    """The first word of the key's bucket."""
-    return low % (entries // WAYS) * (WAYS * _WORDS)

@@ -15,6 +15,7 @@ Buffer = Any
 """bytes, bytearray, memoryview, a numpy array, a torch tensor, …: contiguous, in this machine's memory."""
 
 PAGE_BYTES = 4096
+_UINT8 = np.dtype(np.uint8)
 
 
 def as_bytes(buffer: Buffer) -> Bytes:
@@ -24,7 +25,7 @@ def as_bytes(buffer: Buffer) -> Bytes:
         return _tensor_bytes(buffer, torch.uint8)
     try:
         if isinstance(buffer, np.ndarray):
-            if type(buffer) is np.ndarray and buffer.dtype == np.uint8 and buffer.ndim == 1 and buffer.strides == (1,):
+            if _is_flat(buffer):
                 return buffer
             if not buffer.flags.c_contiguous:
                 raise BufferError("it is not contiguous")
@@ -39,11 +40,19 @@ def as_bytes(buffer: Buffer) -> Bytes:
         ) from None
 
 
+def _is_flat(buffer: Buffer) -> bool:
+    """It is what `as_bytes` makes of others."""
+    return type(buffer) is np.ndarray and buffer.dtype == _UINT8 and buffer.ndim == 1 and buffer.strides == (1,)
+
+
 def as_pieces(buffers: Sequence[Buffer] | Buffer, nbytes: int, writable: bool = False) -> list[Bytes]:
     """Raises PoolError unless they have exactly so many bytes together (and can be written to)."""
-    if not isinstance(buffers, list | tuple):
+    if not isinstance(buffers, (list, tuple)):
         # One buffer, whose elements would otherwise pass for buffers.
         buffers = [buffers]
+    if len(buffers) == 1 and not writable and _is_flat(buffers[0]) and buffers[0].nbytes == nbytes:
+        # As nearly always; a batch has many of them.
+        return [buffers[0]]
     pieces = [as_bytes(buffer) for buffer in buffers]
     total = sum(piece.nbytes for piece in pieces)
     if total != nbytes:

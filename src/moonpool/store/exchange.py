@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
@@ -178,14 +178,22 @@ class RoomIntake:
         self._ledger = ledger
         self._owner = owner
         self._room = room
-        self.targets: list[Bytes | None] = [
-            None if block is None or block.resident else arena.slice(block.offset, block.nbytes)
-            for block in room.blocks
-        ]
+        self._arena = arena
+        self._offsets = [-1 if block is None or block.resident else block.offset for block in room.blocks]
 
-    def landed(self, blocks: Sequence[tuple[int, Sequence[int]]]) -> None:
-        runs = [(position, 0, self._room.space.runs) for position, _ in blocks]
-        self._ledger.complete(self._owner, self._room.id, runs, [value for _, sums in blocks for value in sums])
+    def places(self, blocks: slice) -> Iterator[tuple[int, Bytes | None]]:
+        offsets, size = self._offsets[blocks], self._room.space.block_bytes
+        at = 0
+        while at < len(offsets):
+            first, end = offsets[at], at + 1
+            step = 0 if first < 0 else size
+            while end < len(offsets) and offsets[end] == first + (end - at) * step:
+                end += 1
+            yield end - at, None if first < 0 else self._arena.slice(first, (end - at) * size)
+            at = end
+
+    def landed(self, positions: Sequence[int], checksums: Sequence[int]) -> None:
+        self._ledger.complete_blocks(self._owner, self._room.id, positions, checksums)
 
     def close(self) -> None:
         self._ledger.close(self._owner, self._room.id)

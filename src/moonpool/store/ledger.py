@@ -36,9 +36,22 @@ from moonpool.store.extents import Extents, page_aligned
 from moonpool.store.overdue import Holding, Kind
 from moonpool.store.pins import Pins
 from moonpool.store.quotas import Quotas, bytes_of
-from moonpool.store.rooms import ClientId, Room, RoomId, Waiter, finish_runs, free_room, mask_of, open_room
+from moonpool.store.rooms import (
+    ClientId,
+    Room,
+    RoomId,
+    Waiter,
+    finish_blocks,
+    finish_runs,
+    free_room,
+    mask_of,
+    open_room,
+)
 from moonpool.store.shelf import Shelf
 from moonpool.store.watches import Watches
+
+_KEY_LENGTHS = {BLOCK_KEY_BYTES}
+_BARE = BlockMeta()
 
 LeaseId = NewType("LeaseId", int)
 
@@ -228,8 +241,10 @@ class Ledger:
         """A caching room for blocks of different prompts, all of them or PoolError. One meta a key, or none at all."""
         with self._lock:
             self._check(space, keys)
-            metas = metas or [BlockMeta()] * len(keys)
-            _check_metas(space, keys, metas)
+            if metas:
+                _check_metas(space, keys, metas)
+            else:
+                metas = [_BARE] * len(keys)
             wanted = len(keys) * page_aligned(space.block_bytes)
             if wanted > self._blocks.extents.capacity:
                 raise PoolError(self._no_room(space, len(keys)))
@@ -254,7 +269,7 @@ class Ledger:
             own = [index for index in room.lacking if room.blocks[index] is not None]
             if len(checksums) != len(own) * runs:
                 raise PoolError(f"{len(own)} blocks of {runs} runs with {len(checksums)} checksums")
-            self._complete(room, [(index, 0, runs) for index in own], checksums)
+            self._complete_blocks(room, own, checksums)
             self._leave(room, client)
 
     def join(self, client: ClientId, request: RequestId, attempt: int) -> Room:
@@ -278,6 +293,17 @@ class Ledger:
             if len(checksums) != sum(count for _, _, count in runs):
                 raise PoolError(f"{sum(count for _, _, count in runs)} runs with {len(checksums)} checksums")
             self._complete(room, runs, checksums)
+
+    def complete_blocks(
+        self, client: ClientId, number: RoomId, indices: Sequence[int], checksums: Sequence[int]
+    ) -> None:
+        """As `complete`, for all runs of these blocks."""
+        with self._lock:
+            room = self._rooms.get(number)
+            if room is None or room.ended or client not in room.writers:
+                self.claims.late_runs += len(checksums)
+                return
+            self._complete_blocks(room, indices, checksums)
 
     def await_room(self, client: ClientId, request: RequestId, attempt: int) -> Waiter:
         """Resolves with the room when all of it is readable (the client is a reader of it then), or with None."""
@@ -420,7 +446,7 @@ class Ledger:
             assert +held == self._quotas.held, f"clients hold {held}, counted as {self._quotas.held}"
 
     def _check(self, space: KeySpace, keys: Sequence[BlockKey], tail_tokens: int = 0) -> None:
-        if any(len(key) != BLOCK_KEY_BYTES for key in keys):
+        if not set(map(len, keys)) <= _KEY_LENGTHS:
             raise PoolError(f"a block key has {BLOCK_KEY_BYTES} bytes")
         self._blocks.spaces.check(space)
         if not 0 <= tail_tokens < space.block_tokens:
@@ -499,6 +525,17 @@ class Ledger:
             if block is not None and not block.resident:
                 written.append((block, self._note_sums(block, first, sums)))
         finish_runs(self._blocks, room, written, self._wake)
+
+    def _complete_blocks(self, room: Room, indices: Sequence[int], checksums: Sequence[int]) -> None:
+        """All runs of these blocks of the room."""
+        runs = room.space.runs
+        blocks = [block for index in indices if (block := room.blocks[index]) is not None and block.is_untouched]
+        if len(blocks) < len(indices):
+            self._complete(room, [(index, 0, runs) for index in indices], checksums)
+            return
+        for at, block in enumerate(blocks):
+            block.checksums = list(checksums[at * runs : (at + 1) * runs])
+        finish_blocks(self._blocks, room, blocks, self._wake)
 
     def _note_sums(self, block: Block, first: int, checksums: Sequence[int]) -> int:
         """Of runs from the first one on; a bitmask of those whose checksums were not known."""

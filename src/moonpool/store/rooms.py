@@ -88,16 +88,12 @@ def open_room(
     affordable = len(keys) if budget is None else max(0, budget) // page_aligned(space.block_bytes)
     if budget is not None:
         tail_tokens = 0
-    room = Room(number, space, [None] * len(keys), (), None, tail_tokens)
-    missing = []
-    for index, key in enumerate(keys):
-        present = blocks.resident.get((space.id, key))
-        if present is None or index >= affordable:
-            missing.append(index)
-        else:
-            blocks.eviction.pin([present.name])
-            room.blocks[index] = present
-    room.lacking = tuple(missing)
+    room = Room(number, space, [None] * len(keys), tuple(range(len(keys))), None, tail_tokens)
+    names = [(space.id, key) for key in keys]
+    if not blocks.resident.keys().isdisjoint(names):
+        room.blocks = [blocks.resident.get(name) if at < affordable else None for at, name in enumerate(names)]
+        room.lacking = tuple([at for at, block in enumerate(room.blocks) if block is None])
+        blocks.eviction.pin([block.name for block in room.pinned()])
     if not _take(blocks, room, keys, whole, affordable, metas):
         free_room(blocks, room)
         return None
@@ -117,21 +113,19 @@ def _take(
         return False
     # The tail first: a hand-over needs it in any case, and it is small.
     if room.tail_tokens:
-        room.tail = blocks.allocate(room.space, None, None, len(keys), room.space.tail_run_bytes(room.tail_tokens))
+        room.tail = blocks.allocate_tail(room.space, len(keys), room.space.tail_run_bytes(room.tail_tokens))
         if room.tail is None and whole:
             return False
     lacking = room.lacking if affordable >= len(keys) else [index for index in room.lacking if index < affordable]
     if metas is None:
-        wanted = [(keys[index], keys[index - 1] if index else None, index) for index in lacking]
+        wanted = [(keys[index], keys[index - 1] if index else None, index, b"") for index in lacking]
     else:
-        wanted = [(keys[index], metas[index].parent, metas[index].index) for index in lacking]
+        wanted = [(keys[at], meta.parent, meta.index, meta.tokens) for at in lacking for meta in (metas[at],)]
     row = blocks.allocate_row(room.space, wanted) if len(wanted) > 1 else None
     for position, index in enumerate(lacking):
-        block = blocks.allocate(room.space, *wanted[position], room.space.run_bytes) if row is None else row[position]
+        block = row[position] if row is not None else blocks.allocate(room.space, *wanted[position])
         if block is None:
             return not whole
-        if metas is not None:
-            block.tokens = metas[index].tokens
         room.blocks[index] = block
     return True
 
@@ -154,16 +148,27 @@ def finish_runs(
     blocks: Blocks, room: Room, written: Iterable[tuple[Block, int]], on_finished: Callable[[Room], None]
 ) -> None:
     """Of each of these own blocks of the room, these runs (bitmask) are complete, their checksums noted."""
-    finished = []
+    finished: list[Block] = []
     for block, runs in written:
-        whole = (1 << block.space.runs) - 1
-        if block.complete != whole:
+        if not block.is_complete:
             block.complete |= runs
-            if block.complete == whole:
+            if block.is_complete:
                 finished.append(block)
+    _finish(blocks, room, finished, on_finished)
+
+
+def finish_blocks(blocks: Blocks, room: Room, written: Sequence[Block], on_finished: Callable[[Room], None]) -> None:
+    """As `finish_runs`, of blocks of which nothing was there yet."""
+    whole = (1 << room.space.runs) - 1
+    for block in written:
+        block.complete = whole
+    _finish(blocks, room, written, on_finished)
+
+
+def _finish(blocks: Blocks, room: Room, finished: Sequence[Block], on_finished: Callable[[Room], None]) -> None:
     if finished:
         room.unfinished -= len(finished)
-        blocks.promote([block for block in finished if block.key is not None])
+        blocks.promote(room.space, [block for block in finished if block.key is not None])
         if not room.unfinished:
             on_finished(room)
 
