@@ -27,7 +27,7 @@ from moonpool.messenger.questions import (
 from moonpool.messenger.transfer import Bytes
 
 FIRST_BYTES = 1 << 20
-"""Summed up, then sent: the other side has something to do early. Then twice as much each time, up to GROUP_BYTES."""
+"""Sent, then summed up while the other side receives it. Then twice as much each time, up to GROUP_BYTES."""
 SMALL_BYTES = 128 << 10
 """A put of no more goes with one system call: to wake the other side costs more than to sum this up."""
 GROUP_BYTES = 4 << 20
@@ -91,7 +91,7 @@ def put(channel: Channel, request: PutBlocks, sources: Sequence[Sequence[Bytes]]
     is_small = len(sources) * space.block_bytes <= SMALL_BYTES
     unsent: list[Part] = [framed(request)]
     if not is_small:
-        # At once: the node makes room while the first bytes are under way.
+        # At once: the node makes room while the first bytes are copied.
         channel.send_all(unsent, until)
         unsent = []
     limit = FIRST_BYTES
