@@ -382,6 +382,23 @@ def replay(
 
 
 @app.command()
+def record(
+    out: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="Written anew, as Mooncake JSONL.")],
+    journal: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="A segment, or a directory of them (default: serve's own).")
+    ] = None,
+    block_size: Annotated[
+        int | None, typer.Option(min=1, max=1 << 20, help="Tokens of an id's block (default: the cluster's own).")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Only requests for this one.")] = None,
+) -> int:
+    """Turn a live cluster's journal into a trace: arrivals, lengths and numbered blocks, never text."""
+    from moonpool.command.record import record as run
+
+    return run(out, journal, block_size, model)
+
+
+@app.command()
 def explain(
     request: Annotated[str, typer.Argument(metavar="REQUEST_ID", help="An x-request-id, or a request's own id.")],
     url: Annotated[str, typer.Option(help="The gateway.")] = "http://127.0.0.1:8000",
