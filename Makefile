@@ -7,7 +7,7 @@ PY := .venv/bin/python -P
 INSTALLED := .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test soak check bench bench-journal bench-core bench-overload bench-scale bench-store clean venv model format
+.PHONY: help serve test soak check bench bench-journal bench-core bench-overload bench-scale bench-store bench-layerwise clean venv model format
 
 help:
 	@echo "make serve    serve SmolLM2-135M on http://127.0.0.1:8000   (ARGS='--nodes 2 --decode 2' and so on)"
@@ -20,6 +20,7 @@ help:
 	@echo "make bench-overload  a live cluster at three times what it can serve   (ARGS='--engine timed')"
 	@echo "make bench-scale   ten million blocks in the directory, a million on a node's SSD   (ARGS='--entries 1000000')"
 	@echo "make bench-store   the KVCache pool beside Mooncake Store     (ARGS=--quick: a smoke test)"
+	@echo "make bench-layerwise  storing and loading KVCache while it is computed; gaps of running streams   (ARGS='--tokens 512')"
 	@echo "make clean    remove the virtual environment and caches (not the model)"
 
 serve: $(INSTALLED)
@@ -54,6 +55,9 @@ bench-scale: $(INSTALLED)
 
 bench-store: $(INSTALLED)
 	$(PY) -m moonpool.bench.store $(ARGS)
+
+bench-layerwise: $(INSTALLED) model
+	$(PY) -m moonpool.bench.layerwise $(ARGS)
 
 format: $(INSTALLED)
 	.venv/bin/ruff format .
