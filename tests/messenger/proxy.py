@@ -6,6 +6,7 @@ import contextlib
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 PIECE = 1 << 16
@@ -13,11 +14,14 @@ SECONDS = 20.0
 
 
 class Proxy:
-    def __init__(self, target: str, cut_after: int | None, cut_back_after: int | None) -> None:
+    def __init__(
+        self, target: str, cut_after: int | None, cut_back_after: int | None, delay: Callable[[], float] = lambda: 0.0
+    ) -> None:
         host, _, port = target.rpartition(":")
         self.there = self.back = 0
         """Bytes that went to the server, and that came back, over all connections."""
         self.cuts = 0
+        self._delay = delay
         self._target = host, int(port)
         self._limits = {"there": cut_after, "back": cut_back_after}
         self._lock = threading.Lock()
@@ -63,6 +67,8 @@ class Proxy:
         passed = 0
         with contextlib.suppress(OSError):
             while data := source.recv(PIECE):
+                if way == "back":
+                    time.sleep(self._delay())
                 sink.sendall(data)
                 passed += len(data)
                 with self._lock:
@@ -87,9 +93,14 @@ def _reset(sock: socket.socket) -> None:
 
 
 @contextlib.contextmanager
-def proxy(target: str, cut_after: int | None = None, cut_back_after: int | None = None) -> Iterator[Proxy]:
-    """Cuts the first connection that has carried so many bytes, to the server or back."""
-    between = Proxy(target, cut_after, cut_back_after)
+def proxy(
+    target: str,
+    cut_after: int | None = None,
+    cut_back_after: int | None = None,
+    delay: Callable[[], float] = lambda: 0.0,
+) -> Iterator[Proxy]:
+    """Cuts the first connection that has carried so many bytes, to the server or back. `delay`: of each piece back."""
+    between = Proxy(target, cut_after, cut_back_after, delay)
     try:
         yield between
     finally:

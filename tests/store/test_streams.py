@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import threading
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from moonpool.errors import PoolError
 from moonpool.store.client import NodeClient
 from moonpool.store.views import Stream
 
+from ..messenger.proxy import proxy
 from .kit import BLOCK, SECONDS, SPACE, Conductor, bytes_of, eventually, keys_of, put
 
 Join = Callable[..., NodeClient]
@@ -103,6 +105,27 @@ def test_a_source_that_lacks_some_or_is_gone_ends_the_stream_with_what_is_whole(
     lost = replace(far, data_address="127.0.0.1:9")
     with stream(here, keys, lost, 6).wait() as found:
         assert (len(found.views), found.whole) == (6, 4)
+
+
+@pytest.mark.parametrize("cut_after", [None, 30_000])
+def test_layers_that_come_late_and_out_of_order_over_connections_that_break(
+    conductor: Conductor, join: Join, monkeypatch: pytest.MonkeyPatch, cut_after: int | None
+) -> None:
+    """Each layer of a few blocks is a transfer of its own, and each piece of it is late for as long as chance will."""
+    monkeypatch.setattr("moonpool.store.streaming.FETCH_BYTES", SPACE.run_bytes)
+    near, far = conductor.start_node("node-0"), conductor.start_node("node-1")
+    here, there = join(near), join(far)
+    rng = random.Random(4)
+    with proxy(far.data_address, cut_back_after=cut_after, delay=lambda: rng.uniform(0, 0.02)) as p:
+        source = replace(far, data_address=p.address)
+        for turn in range(3):
+            keys = keys_of(f"a{turn}", 6)
+            put(there, keys)
+            watched = stream(here, keys, source, 6)
+            with watched.wait() as found:
+                assert (len(found.views), found.runs, found.whole) == (6, SPACE.runs, 6)
+            assert watched.steps == sorted(watched.steps)
+            assert len(set(watched.steps)) > 1, "it came at once"
 
 
 def test_a_block_that_is_damaged_at_its_source_is_not_whole_here(conductor: Conductor, join: Join) -> None:
