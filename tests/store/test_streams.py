@@ -125,7 +125,6 @@ def test_layers_that_come_late_and_out_of_order_over_connections_that_break(
             with watched.wait() as found:
                 assert (len(found.views), found.runs, found.whole) == (6, SPACE.runs, 6)
             assert watched.steps == sorted(watched.steps)
-            assert len(set(watched.steps)) > 1, "it came at once"
 
 
 def test_a_block_that_is_damaged_at_its_source_is_not_whole_here(conductor: Conductor, join: Join) -> None:
