@@ -51,6 +51,12 @@ class Watched:
         return self.stream
 
 
+def stored(client: NodeClient, keys: list[BlockKey]) -> None:
+    """Its node has them, also for those that come by another way."""
+    put(client, keys)
+    client.stats().result(SECONDS)
+
+
 def stream(
     client: NodeClient, keys: list[BlockKey], source: NodePeer | None = None, fetched: int = 0, time_left: float = 60.0
 ) -> Watched:
@@ -72,7 +78,7 @@ def test_layers_from_another_node_are_told_of_in_order_and_stay_here(conductor: 
     keys = keys_of("a", 6)
     here, there = join(near), join(far)
     put(here, keys[:2])
-    put(there, keys)
+    stored(there, keys)
     watched = stream(here, keys, far, 5)
     with watched.wait() as found:
         assert (len(found.views), found.runs, found.whole) == (5, SPACE.runs, 5)
@@ -85,7 +91,7 @@ def test_from_itself_or_after_its_time_nothing_is_fetched(conductor: Conductor, 
     near, far = conductor.start_node("node-0"), conductor.start_node("node-1")
     keys = keys_of("a", 3)
     here, there = join(near), join(far)
-    put(there, keys)
+    stored(there, keys)
     for source, time_left in ((near, 60.0), (far, 0.0)):
         with stream(here, keys, source, 3, time_left).wait() as found:
             assert len(found.views) == 0
@@ -98,7 +104,7 @@ def test_a_source_that_lacks_some_or_is_gone_ends_the_stream_with_what_is_whole(
     keys = keys_of("a", 6)
     here, there = join(near), join(far)
     put(here, keys[:1])
-    put(there, keys[:4])
+    stored(there, keys[:4])
     with stream(here, keys, far, 6).wait() as found:
         assert (len(found.views), found.whole) == (6, 4)
         assert found.runs == 0
@@ -120,7 +126,7 @@ def test_layers_that_come_late_and_out_of_order_over_connections_that_break(
         source = replace(far, data_address=p.address)
         for turn in range(3):
             keys = keys_of(f"a{turn}", 6)
-            put(there, keys)
+            stored(there, keys)
             watched = stream(here, keys, source, 6)
             with watched.wait() as found:
                 assert (len(found.views), found.runs, found.whole) == (6, SPACE.runs, 6)
@@ -131,7 +137,7 @@ def test_a_block_that_is_damaged_at_its_source_is_not_whole_here(conductor: Cond
     near, far = conductor.start_node("node-0"), conductor.start_node("node-1")
     keys = keys_of("a", 3)
     here, there = join(near), join(far)
-    put(there, keys)
+    stored(there, keys)
     with there.lease(SPACE, keys).result(SECONDS) as lease:
         there.arena[lease.offsets[1] + 5] ^= 1
     found = here.stream(SPACE, keys, far, 3, 60.0).result(SECONDS)
@@ -165,7 +171,7 @@ def test_a_client_that_leaves_in_the_middle_holds_nothing(conductor: Conductor, 
     near, far = conductor.start_node("node-0"), conductor.start_node("node-1")
     keys = keys_of("a", 12)
     here, there, third = join(near), join(far), join(near)
-    put(there, keys)
+    stored(there, keys)
     for _ in range(5):
         here.stream(SPACE, keys, far, 12, 60.0).result(SECONDS).close()
         here.stream(SPACE, keys, far, 12, 60.0).result(SECONDS)
