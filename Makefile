@@ -7,7 +7,7 @@ PY := .venv/bin/python -P
 INSTALLED := .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test soak check bench bench-journal bench-core bench-overload bench-scale bench-store bench-layerwise clean venv model format
+.PHONY: help serve test soak check bench bench-journal bench-core bench-overload bench-pipeline bench-scale bench-store bench-layerwise clean venv model format
 
 help:
 	@echo "make serve    serve SmolLM2-135M on http://127.0.0.1:8000   (ARGS='--nodes 2 --decode 2' and so on)"
@@ -18,6 +18,7 @@ help:
 	@echo "make bench-journal   what the Conductor's journal costs"
 	@echo "make bench-core    the scheduler and its simulator beside Dynamo's   (ARGS='--trace conversation_trace.jsonl')"
 	@echo "make bench-overload  a live cluster at three times what it can serve   (ARGS='--engine timed')"
+	@echo "make bench-pipeline  long prompts on one prefill worker, and on two that divide the layers   (ARGS='--lengths 2048')"
 	@echo "make bench-scale   ten million blocks in the directory, a million on a node's SSD   (ARGS='--entries 1000000')"
 	@echo "make bench-store   the KVCache pool beside Mooncake Store     (ARGS=--quick: a smoke test)"
 	@echo "make bench-layerwise  storing and loading KVCache while it is computed; gaps of running streams   (ARGS='--tokens 512')"
@@ -49,6 +50,9 @@ bench-core: $(INSTALLED)
 
 bench-overload: $(INSTALLED) model
 	$(PY) -m moonpool.bench.overload $(ARGS)
+
+bench-pipeline: $(INSTALLED) model
+	$(PY) -m moonpool.bench.pipeline $(ARGS)
 
 bench-scale: $(INSTALLED)
 	$(PY) -m moonpool.bench.scale $(ARGS)
