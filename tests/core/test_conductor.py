@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
+from msgspec import structs
 
 from moonpool.core import actions as act
 from moonpool.core import events as ev
@@ -896,3 +897,27 @@ def test_a_place_carries_the_class_and_how_long_the_first_token_may_take() -> No
     assert "Resubmit" in kinds(d.tell(ev.PrefillFailed(low.request, 1, P0, "broken")))
     again = d.place(arrival("b", 42, attempt=2, output_tokens=2))
     assert again.ttft_left is None, "what was accepted once is not refused for being late"
+
+
+# Pipelines
+
+
+def test_a_pipeline_is_one_instance_that_is_expected_to_be_faster() -> None:
+    d = desk(prefill=1)
+    d.tell(structs.replace(worker(P, 1), stages=4))
+    alone, group = d.part(P0), d.part(P1)
+    assert (alone.stages, group.stages) == (None, 4)
+    assert alone.cost is not None
+    assert group.cost == (alone.cost[0], alone.cost[1] / 4, alone.cost[2] / 4)
+    assert d.place(arrival("a", 400)).prefill.id == P1
+
+
+def test_the_further_stages_of_a_pipeline_get_nothing_to_do() -> None:
+    d = desk(prefill=0)
+    stage = structs.replace(worker(PartKind.STAGE, 0), first_layer=2, last_layer=4)
+    d.tell(stage)
+    assert kinds(d.tell(arrival("a"))) == ["Hold"], "no prefill instance is there"
+    assert d.part(stage.peer.id).layers == (2, 4)
+    assert stage.peer in [part.peer for part in d.news[-1].parts], "its leader finds it in the fleet"
+    d.tell(ev.Lost(stage.peer.id, stage.peer.incarnation, "killed"))
+    assert stage.peer not in [part.peer for part in d.news[-1].parts]
