@@ -35,13 +35,13 @@ def view(board: Board) -> BoardView:
 
 def test_what_is_shown_is_seen_until_it_is_hidden(board: Board, view: BoardView) -> None:
     one, two = keys_of("k", 2)
-    board.show([(HERE, one)], [4096], 100)
+    board.show([((HERE, one), 4096, 100)])
     seen = view.find(TAG, one)
     assert seen is not None
     assert (seen.offset, seen.nbytes) == (4096, 100)
     assert view.find(TAG, two) is None
     assert view.find(space_tag(KeySpaceId("bb")), one) is None
-    board.show([(HERE, two)], [8192], 100)
+    board.show([((HERE, two), 8192, 100)])
     assert view.is_still(seen)
     board.hide(HERE, one)
     assert not view.is_still(seen)
@@ -51,11 +51,11 @@ def test_what_is_shown_is_seen_until_it_is_hidden(board: Board, view: BoardView)
 def test_a_block_that_went_and_came_back_is_another_sight(board: Board, view: BoardView) -> None:
     """Its bytes may have been anything in between, even where it comes back to the same place."""
     (key,) = keys_of("k", 1)
-    board.show([(HERE, key)], [4096], 100)
+    board.show([((HERE, key), 4096, 100)])
     seen = view.find(TAG, key)
     assert seen is not None
     board.hide(HERE, key)
-    board.show([(HERE, key)], [4096], 100)
+    board.show([((HERE, key), 4096, 100)])
     assert not view.is_still(seen)
     assert view.find(TAG, key) is not None
 
@@ -63,11 +63,11 @@ def test_a_block_that_went_and_came_back_is_another_sight(board: Board, view: Bo
 def test_a_full_bucket_leaves_the_rest_off_the_board(board: Board, view: BoardView) -> None:
     same_bucket = [BlockKey(struct.pack("<2Q", 3, high)) for high in range(WAYS + 1)]
     for at, key in enumerate(same_bucket):
-        board.show([(HERE, key)], [at * 4096], 100)
+        board.show([((HERE, key), at * 4096, 100)])
     assert [view.find(TAG, key) is not None for key in same_bucket] == [True] * WAYS + [False]
     board.hide(HERE, same_bucket[-1])
     board.hide(HERE, same_bucket[0])
-    board.show([(HERE, same_bucket[-1])], [4096 * WAYS], 100)
+    board.show([((HERE, same_bucket[-1]), 4096 * WAYS, 100)])
     assert view.find(TAG, same_bucket[-1]) is not None
     resident = {(HERE, key): (at * 4096, 100) for at, key in enumerate(same_bucket) if at}
     board.check_integrity(resident)

@@ -7,13 +7,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import groupby
 
 import xxhash
 
 from moonpool.core.vocabulary import BLOCK_KEY_BYTES, KeySpace
 from moonpool.errors import TransferError
-from moonpool.messenger.channel import MAX_BUFFERS, Channel
+from moonpool.messenger.channel import MAX_BUFFERS, Channel, framed
 from moonpool.messenger.digest import RunDigests
 from moonpool.messenger.questions import (
     DAMAGED,
@@ -105,15 +106,19 @@ def take(channel: Channel, store: Store, request: PutBlocks, count: Count) -> No
     if isinstance(intake, str):
         for stretch in stretches(len(unpacked(request.keys)), block_bytes):
             channel.skip((stretch.stop - stretch.start) * block_bytes, until)
-            _sums(channel, until)
+            _sums(channel, until, (stretch.stop - stretch.start) * request.space.runs)
         channel.send_header(Refused(intake), until)
         return
     try:
-        found = _fill(channel, intake, request, until, count)
+        try:
+            found = _fill(channel, intake, request, until, count)
+        finally:
+            intake.close()
+        channel.send_header(Marks(found), until)
     finally:
-        intake.close()
+        # What can be done while the peer has its answer already.
+        intake.tell()
     count("puts", 1)
-    channel.send_header(Marks(found), until)
 
 
 def _fill(channel: Channel, intake: Intake, request: PutBlocks, until: float, count: Count) -> bytes:
@@ -122,17 +127,18 @@ def _fill(channel: Channel, intake: Intake, request: PutBlocks, until: float, co
     for stretch in stretches(len(request.keys) // BLOCK_KEY_BYTES, space.block_bytes):
         with moving((stretch.stop - stretch.start) * space.block_bytes, until) as limit:
             arrived = _receive_stretch(channel, intake.places(stretch), space, limit, count)
-            expected = list(_sums(channel, limit))
-        if len(expected) != len(arrived):
-            raise TransferError(f"{len(arrived)} runs with {len(expected)} checksums")
+            expected = list(_sums(channel, limit, len(arrived)))
         marks = _compared(arrived, expected, runs)
         if damaged := marks.count(DAMAGED):
             count("checksum_failures", damaged)
             log.warning("%d blocks of key space %s arrived with a wrong checksum", damaged, space.id)
-        landed = [at for at, mark in enumerate(marks) if mark == YES]
-        for some in (landed[at : at + LANDED_TOGETHER] for at in range(0, len(landed), LANDED_TOGETHER)):
-            sums = [value for at in some for value in expected[at * runs : (at + 1) * runs]]
-            intake.landed([stretch.start + at for at in some], sums)
+        landed: Sequence[int] = range(len(marks))
+        if marks.count(YES) < len(marks):
+            landed = [at for at in landed if marks[at] == YES]
+            expected = [value for at in landed for value in expected[at * runs : (at + 1) * runs]]
+        for at in range(0, len(landed), LANDED_TOGETHER):
+            positions = [stretch.start + position for position in landed[at : at + LANDED_TOGETHER]]
+            intake.landed(positions, expected[at * runs : (at + LANDED_TOGETHER) * runs])
         found += marks
     return found
 
@@ -205,8 +211,14 @@ def _receive_group(channel: Channel, group: Sequence[memoryview], digests: RunDi
         digests.feed(part)
 
 
-def _sums(channel: Channel, until: float) -> tuple[int, ...]:
-    header = channel.receive_header(until)
+def _sums(channel: Channel, until: float, count: int) -> tuple[int, ...]:
+    header = channel.receive_header_of(_frame_bytes(count), until)
     if not isinstance(header, Checksums):
         raise TransferError(f"{type(header).__name__} came where the checksums of a put were expected")
     return unpack_sums(header.checksums)
+
+
+@lru_cache(1024)
+def _frame_bytes(sums: int) -> int:
+    """Of a frame with so many checksums."""
+    return len(framed(Checksums(bytes(8 * sums))))

@@ -123,6 +123,10 @@ class Intake(Protocol):
 
     def close(self) -> None: ...
 
+    def tell(self) -> None:
+        """After `close`: let those know what is new who need not know it at once."""
+        ...
+
 
 class Store(Protocol):
     """What the tcp server needs of a node's store. Called from many threads."""

@@ -104,6 +104,7 @@ class Blocks:
     """Some of them are; it may only wake somebody."""
     pinned: Container[Name] = ()
     """Keys that may not leave the tier they are in (`Pins`)."""
+    _untold: list[Block] = field(default_factory=list)
     evictions: int = 0
     demotions: int = 0
     """Evictions of what an SSD has kept."""
@@ -178,7 +179,7 @@ class Blocks:
         ]
 
     def promote(self, space: KeySpace, blocks: Iterable[Block]) -> None:
-        """Make complete blocks readable and pin them. One whose key is readable already stays private."""
+        """Make complete blocks readable and pin them. One whose key is readable already stays private. Needs `tell`."""
         id_, size = space.id, page_aligned(space.block_bytes)
         resident, places, pinned, add = self.resident, self.places, self.pinned, self.eviction.add
         come: dict[Name, Block] = {}
@@ -191,11 +192,20 @@ class Blocks:
             places[block.offset] = name
             parent = None if block.parent is None else (id_, block.parent)
             add(name, size, parent, block.index, 2 if name in pinned else 1)
-        if self.board is not None:
-            self.board.show(come, [block.offset for block in come.values()], space.block_bytes)
+        self._untold += come.values()
         self.on_come([*come])
         self.settle(come.values())
-        self.on_change([Change(True, name) for name in come])
+
+    def tell(self) -> None:
+        """Say of all that `promote` made readable that it is there: to clients of this host, and to the directory.
+
+        They ask the node for what they do not know, so it may come after what cannot wait.
+        """
+        if self._untold:
+            told, self._untold = self._untold, []
+            if self.board is not None:
+                self.board.show([(block.name, block.offset, block.nbytes) for block in told])
+            self.on_change([Change(True, block.name) for block in told])
 
     def settle(self, blocks: Iterable[Block]) -> None:
         names, filling = [], self.filling
@@ -214,6 +224,7 @@ class Blocks:
 
     def drop(self, name: Name) -> None:
         """A block that is neither pinned nor being saved is readable no more."""
+        self.tell()
         self.eviction.remove(name)
         block = self.resident.pop(name)
         if self.board is not None:

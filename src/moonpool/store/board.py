@@ -58,11 +58,11 @@ class Board:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
         self._at: dict[tuple[KeySpaceId, BlockKey], int] = {}
 
-    def show(self, names: Iterable[tuple[KeySpaceId, BlockKey]], offsets: Iterable[int], nbytes: int) -> None:
-        """These blocks are readable, and lie there."""
+    def show(self, blocks: Iterable[tuple[tuple[KeySpaceId, BlockKey], int, int]]) -> None:
+        """These blocks are readable; where they lie (offset, bytes)."""
         words, memory, places, buckets = self._words, self._memory, self._at, self.entries // WAYS
         unpack, pack = _KEY_WORDS.unpack, _ENTRY.pack_into
-        for name, offset in zip(names, offsets, strict=True):
+        for name, offset, nbytes in blocks:
             low, high = unpack(name[1])
             at = end = low % buckets * _BUCKET_WORDS
             end += _BUCKET_WORDS

@@ -197,3 +197,6 @@ class RoomIntake:
 
     def close(self) -> None:
         self._ledger.close(self._owner, self._room.id)
+
+    def tell(self) -> None:
+        self._ledger.tell()

@@ -270,6 +270,7 @@ class Ledger:
             if len(checksums) != len(own) * runs:
                 raise PoolError(f"{len(own)} blocks of {runs} runs with {len(checksums)} checksums")
             self._complete_blocks(room, own, checksums)
+            self._blocks.tell()
             self._leave(room, client)
 
     def join(self, client: ClientId, request: RequestId, attempt: int) -> Room:
@@ -297,13 +298,18 @@ class Ledger:
     def complete_blocks(
         self, client: ClientId, number: RoomId, indices: Sequence[int], checksums: Sequence[int]
     ) -> None:
-        """As `complete`, for all runs of these blocks."""
+        """As `complete`, for all runs of these blocks. Needs `tell`."""
         with self._lock:
             room = self._rooms.get(number)
             if room is None or room.ended or client not in room.writers:
                 self.claims.late_runs += len(checksums)
                 return
             self._complete_blocks(room, indices, checksums)
+
+    def tell(self) -> None:
+        """What `complete_blocks` made readable is to be seen from outside: until then it is found by asking."""
+        with self._lock:
+            self._blocks.tell()
 
     def await_room(self, client: ClientId, request: RequestId, attempt: int) -> Waiter:
         """Resolves with the room when all of it is readable (the client is a reader of it then), or with None."""
@@ -382,6 +388,7 @@ class Ledger:
 
     def next_announcement(self) -> BlocksStored | BlocksRemoved | Snapshot | None:
         with self._lock:
+            self._blocks.tell()
             return self._announcements.next(self._blocks.resident, self.shelf.names())
 
     def ask_snapshot(self) -> None:

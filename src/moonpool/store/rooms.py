@@ -122,6 +122,9 @@ def _take(
     else:
         wanted = [(keys[at], meta.parent, meta.index, meta.tokens) for at in lacking for meta in (metas[at],)]
     row = blocks.allocate_row(room.space, wanted) if len(wanted) > 1 else None
+    if row is not None and len(row) == len(keys):
+        room.blocks = [*row]
+        return True
     for position, index in enumerate(lacking):
         block = row[position] if row is not None else blocks.allocate(room.space, *wanted[position])
         if block is None:
@@ -155,10 +158,11 @@ def finish_runs(
             if block.is_complete:
                 finished.append(block)
     _finish(blocks, room, finished, on_finished)
+    blocks.tell()
 
 
 def finish_blocks(blocks: Blocks, room: Room, written: Sequence[Block], on_finished: Callable[[Room], None]) -> None:
-    """As `finish_runs`, of blocks of which nothing was there yet."""
+    """As `finish_runs`, of blocks of which nothing was there yet. Needs `Blocks.tell`."""
     whole = (1 << room.space.runs) - 1
     for block in written:
         block.complete = whole
