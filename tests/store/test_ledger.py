@@ -282,6 +282,18 @@ class LedgerMachine(RuleBasedStateMachine):
         self.leave(number, client)
         self.listen(stored, 0)
 
+    @precondition(lambda self: self.rooms)
+    @rule(pick=picks, client=clients)
+    def complete_blocks(self, pick: int, client: ClientId) -> None:
+        number, room = self.pick_room(pick)
+        self.ledger.complete_blocks(client, number, room.given, [7] * (len(room.given) * len(RUNS)))
+        stored: set[BlockKey] = set()
+        for index in room.given if client in room.writers and not room.ended else ():
+            slot = room.slots[index]
+            arriving = set().union(*slot.claims) if isinstance(slot, Own) else set()
+            stored |= self.finish(number, index, set(RUNS) - arriving)
+        self.listen(stored, 0)
+
     @rule(client=clients, request=requests)
     def join(self, client: ClientId, request: tuple[RequestId, int]) -> None:
         known = self.find(request)

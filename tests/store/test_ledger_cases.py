@@ -7,10 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from moonpool.core.events import BlocksRemoved, BlocksStored
 from moonpool.core.eviction import EvictionPolicy
 from moonpool.core.vocabulary import BlockKey, Incarnation, KeySpace, KeySpaceId, PartId, RequestId
 from moonpool.errors import PoolError
 from moonpool.messenger.transfer import TAIL
+from moonpool.store.board import Board, BoardView, space_tag
 from moonpool.store.claims import Claim
 from moonpool.store.extents import PAGE_BYTES, Extents
 from moonpool.store.ledger import Ledger
@@ -266,3 +268,26 @@ def test_a_refused_room_costs_nobody_anything(ledger: Ledger) -> None:
     assert ledger.leading(SPACE, KEYS) == 3
     assert (ledger.counters()["evictions"], ledger.counters()["refused_rooms"]) == (0, 1)
     ledger.check_integrity()
+
+
+def test_a_block_that_goes_before_it_was_told_of_is_told_of_first() -> None:
+    board = Board(8 * PAGE_BYTES)
+    ledger = Ledger(Extents(3 * PAGE_BYTES), PartId("node-0"), Incarnation("1"), board=board)
+    view = BoardView(board.fd, board.entries)
+    room = ledger.open_each(ONE, SPACE, KEYS, ())
+    ledger.complete_blocks(ONE, room.id, [0, 1, 2], [1, 2, 3] * 3)
+    ledger.close(ONE, room.id)
+    assert ledger.leading(SPACE, KEYS) == 3, "readable, whether or not it was told of"
+    assert view.find(space_tag(SPACE.id), KEYS[0]) is None
+    ledger.open_each(TWO, SPACE, keys_of("b", 1), ())
+    ledger.tell()
+    ledger.tell()
+    stored, removed = ledger.next_announcement(), ledger.next_announcement()
+    assert isinstance(stored, BlocksStored)
+    assert isinstance(removed, BlocksRemoved)
+    assert stored.keys == tuple(KEYS)
+    assert removed.keys == (KEYS[2],)
+    assert ledger.next_announcement() is None
+    assert [view.find(space_tag(SPACE.id), key) is not None for key in KEYS] == [True, True, False]
+    ledger.check_integrity()
+    board.close()
