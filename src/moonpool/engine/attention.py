@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from moonpool.engine.contexts import Contexts, Seated
 from moonpool.engine.engine import Row
 from moonpool.engine.pages import Pages
 
@@ -75,41 +76,45 @@ class Batch:
     """One step's packed tokens. `ids`, `positions`: [1, T]; `last`: [rows], the index of each row's last token."""
 
     def __init__(
-        self, pages: Pages, scratch: Scratch, rows: Sequence[Row], on_layer: Callable[[int], None] | None
+        self,
+        pages: Pages,
+        scratch: Scratch,
+        contexts: Contexts | None,
+        rows: Sequence[Row],
+        on_layer: Callable[[int], None] | None,
     ) -> None:
         self.pages, self.scratch, self.on_layer = pages, scratch, on_layer
         self._device = device = pages.device
-        self._block = pages.block_tokens
+        self._block = block = pages.block_tokens
         ids: list[int] = []
-        positions: list[Tensor] = []
-        slots: list[Tensor] = []
+        positions: list[int] = []
+        written: list[int] = []
         last: list[int] = []
         decodes: list[tuple[int, Row]] = []
         self.chunks: list[Chunk] = []
         for row in rows:
             first, end = len(ids), row.start + row.count
             ids.extend(row.tokens[row.start : end])
-            span = torch.arange(row.start, end)
-            positions.append(span)
-            slots.append(self._slots(row, span))
+            positions.extend(range(row.start, end))
+            written.extend(row.pages[at // block] for at in range(row.start, end))
             last.append(first + row.count - 1)
             if row.count == 1:
                 decodes.append((first, row))
             else:
                 self.chunks.append(self._chunk(first, row))
-        self.groups = [self._group(group) for group in _alike(decodes, self._block)]
+        pages.touch(set(written))
+        self.seated: Seated | None = None
+        self.groups: list[DecodeGroup] = []
+        if decodes and contexts is not None:
+            self.seated = contexts.seat([row for _, row in decodes])
+        if self.seated is None:
+            self.groups = [self._group(group) for group in _alike(decodes, block)]
+        self._singles = torch.tensor([first for first, _ in decodes], device=device)
+        self._padding = _padding(self.seated, device) if self.seated is not None else None
         self.ids = torch.tensor([ids], device=device)
-        self.positions = torch.cat(positions)[None].to(device)
+        self.positions = torch.tensor([positions], device=device)
         self.last = torch.tensor(last, device=device)
-        k_slots = torch.cat(slots)
-        self._kv_slots = torch.cat((k_slots, k_slots + self._block)).to(device)
-
-    def _slots(self, row: Row, span: Tensor) -> Tensor:
-        """Where K of each token goes in the flat view of tokens; V is one block further."""
-        low = row.start // self._block
-        high = (row.start + row.count - 1) // self._block + 1
-        table = torch.tensor(row.pages[low:high])
-        return table[span // self._block - low] * (2 * self._block) + span % self._block
+        self._slots = torch.tensor(written, device=device), self.positions[0] % block
 
     def _chunk(self, first: int, row: Row) -> Chunk:
         end = row.start + row.count
@@ -135,22 +140,77 @@ class Batch:
         firsts = torch.tensor([first for first, _ in decodes], device=self._device)
         return DecodeGroup(firsts, rows, rows + 1, len(decodes), span, mask)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Write this layer's KV, tell `on_layer`, attend. query [T, H, D]; key, value [T, KV, D]; gives [T, H, D]."""
-        self.pages.slots(layer).index_copy_(0, self._kv_slots, torch.cat((key, value)))
+    def attend(self, layer: int, qkv: Tensor, heads: int, scale: float | None) -> Tensor:
+        """Write this layer's KV, tell `on_layer`, attend.
+
+        qkv [T, H + 2 KV, D]: heads of queries, of keys, of values; gives [T, H, D].
+        """
+        query = qkv[:, :heads]
+        both = qkv[:, heads:].unflatten(1, (2, -1))
+        self.pages.slots(layer).index_put_(self._slots, both)
         if self.on_layer is not None:
             self.on_layer(layer)
         cache = self.pages.rows(layer)
+        if not self.chunks and self.seated is not None:
+            return self._attend_seated(self.seated, layer, query, both, scale)
         if not self.chunks and len(self.groups) == 1:
             return _decode(self.groups[0], cache, self.scratch, query, scale)
-        out = torch.empty_like(query)
+        if len(self.chunks) == 1 and not len(self._singles):
+            return _prefill(self.chunks[0], cache, self.scratch, query, both, scale)
+        out = query.new_empty(query.shape)
         for chunk in self.chunks:
             part = slice(chunk.first, chunk.first + chunk.count)
-            out[part] = _prefill(chunk, cache, self.scratch, query[part], key[part], value[part], scale)
+            out[part] = _prefill(chunk, cache, self.scratch, query[part], both[part], scale)
         for group in self.groups:
             picked = query.index_select(0, group.rows)
             out.index_copy_(0, group.rows, _decode(group, cache, self.scratch, picked, scale))
+        if self.seated is not None:
+            picked = query.index_select(0, self._singles), both.index_select(0, self._singles)
+            out.index_copy_(0, self._singles, self._attend_seated(self.seated, layer, *picked, scale))
         return out
+
+    def _attend_seated(self, seated: Seated, layer: int, query: Tensor, both: Tensor, scale: float | None) -> Tensor:
+        """[rows, H, D] from [rows, H, D] and the rows' new K and V [rows, 2, KV, D]."""
+        seated.both[layer].index_put_((seated.seats, seated.last), both)
+        rows, heads, dim = query.shape
+        key, value = seated.keys[layer], seated.values[layer]
+        grouped = query.reshape(rows, key.shape[1], -1, dim)
+        if self._padding is None:
+            out = torch.empty_like(grouped)
+            for row, (seat, end) in enumerate(zip(seated.seats.tolist(), seated.ends, strict=True)):
+                own = slice(seat, seat + 1)
+                out[row] = F.scaled_dot_product_attention(
+                    grouped[row : row + 1], key[own, :, :end], value[own, :, :end], scale=scale
+                )[0]
+            return out.view(rows, heads, dim)
+        if not seated.in_order:
+            placed = grouped.new_zeros((seated.width, *grouped.shape[1:]))
+            grouped = placed.index_copy_(0, seated.seats, grouped)
+        out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=self._padding.mask, scale=scale)
+        if not seated.in_order:
+            out = out.index_select(0, seated.seats)
+        return out.reshape(rows, heads, dim)
+
+
+@dataclass(slots=True)
+class Padding:
+    """What keeps rows that are shorter than the longest from the rest of their seats."""
+
+    mask: Tensor | None
+
+
+def _padding(seated: Seated, device: torch.device) -> Padding | None:
+    """None where padding would add more than `PAD_LIMIT`: such rows attend one by one."""
+    longest = max(seated.ends)
+    if longest * seated.width > PAD_LIMIT * sum(seated.ends):
+        return None
+    if min(seated.ends) == longest and seated.width == len(seated.ends):
+        return Padding(None)
+    ends = torch.zeros(seated.width, dtype=torch.int64)
+    ends[seated.seats.cpu()] = torch.tensor(seated.ends)
+    outside = torch.arange(longest)[None, :] >= ends[:, None]
+    mask = torch.zeros(seated.width, longest).masked_fill_(outside, float("-inf"))
+    return Padding(mask[:, None, None, :].to(device))
 
 
 def _pages(tokens: int, block: int) -> int:
@@ -179,10 +239,9 @@ def _alike(decodes: list[tuple[int, Row]], block: int) -> list[list[tuple[int, R
     return groups
 
 
-def _prefill(
-    chunk: Chunk, cache: Tensor, scratch: Scratch, query: Tensor, key: Tensor, value: Tensor, scale: float | None
-) -> Tensor:
-    """[count, H, D] from [count, H, D]; the first chunk of a sequence needs no gather."""
+def _prefill(chunk: Chunk, cache: Tensor, scratch: Scratch, query: Tensor, both: Tensor, scale: float | None) -> Tensor:
+    """[count, H, D] from [count, H, D] and new K and V [count, 2, KV, D]; a sequence's first chunk needs no gather."""
+    key, value = both[:, 0], both[:, 1]
     if chunk.mask is not None:
         key, value = (part.flatten(0, 1)[: chunk.end] for part in scratch.gather(cache, chunk.k_rows, chunk.v_rows))
     out = F.scaled_dot_product_attention(
@@ -232,5 +291,6 @@ def paged_attention(
     """transformers' attention interface: query [1, H, T, D], key and value [1, KV, T, D]; gives [1, T, H, D]."""
     layer = module.layer_idx  # in every attention module of the verified families
     assert isinstance(layer, int)
-    out = batch.attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), scaling)
+    qkv = torch.cat((query[0], key[0], value[0])).transpose(0, 1).contiguous()
+    out = batch.attend(layer, qkv, query.shape[1], scaling)
     return out[None], None

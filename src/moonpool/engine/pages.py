@@ -6,9 +6,10 @@ row 2p + 1. One page more than asked for exists and is always zero: batches that
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -42,29 +43,48 @@ class Pages:
         self._bytes = [self._allocate() for _ in range(layers)]
         """Per layer [page_count + 1, run_bytes] uint8, in host memory."""
         self._tensors = [torch.from_numpy(array).view(dtype).view(self.shape) for array in self._bytes]
+        self.touched = np.zeros(page_count + 1, np.int64)
+        """Per page when it was last written, or a view of it asked for, on the clock that `now` reads."""
+        self._clock = itertools.count(1)
+
+    def now(self) -> int:
+        """Later than every page was touched so far."""
+        return next(self._clock)
+
+    def touch(self, pages: Iterable[int]) -> None:
+        now = next(self._clock)  # of other threads too: each has a number of its own
+        for page in pages:
+            self.touched[page] = now
 
     def _allocate(self) -> Bytes:
         size = (self.page_count + 1) * self.run_bytes
         return np.frombuffer(mmap.mmap(-1, size), np.uint8).reshape(self.page_count + 1, self.run_bytes)
+
+    def tensor(self, layer: int) -> torch.Tensor:
+        """[pages, 2, block_tokens, kv_heads, head_dim]."""
+        return self._tensors[layer]
 
     def rows(self, layer: int) -> torch.Tensor:
         """[2 * pages, block_tokens, kv_heads, head_dim], for gathering whole pages."""
         return self._tensors[layer].view(-1, *self.shape[2:])
 
     def slots(self, layer: int) -> torch.Tensor:
-        """[2 * pages * block_tokens, kv_heads, head_dim], for writing single tokens."""
-        return self._tensors[layer].view(-1, *self.shape[3:])
+        """[pages, block_tokens, 2, kv_heads, head_dim], for writing single tokens."""
+        return self._tensors[layer].transpose(1, 2)
 
     def clear(self, page: int) -> None:
+        self.touch([page])
         for tensor in self._tensors:
             tensor[page].zero_()
 
     def fill(self, page: int, value: float) -> None:
+        self.touch([page])
         for tensor in self._tensors:
             tensor[page].fill_(value)
 
     def run(self, layer: int, page: int) -> Bytes:
         """[run_bytes] uint8, writable."""
+        self.touch([page])
         view: Bytes = self._bytes[layer][page]
         return view
 
@@ -112,6 +132,7 @@ class DevicePages(Pages):
         self._lock = threading.Lock()  # store threads ask for runs while a step begins
 
     def run(self, layer: int, page: int) -> Bytes:
+        self.touch([page])
         mirror: Bytes = self._bytes[layer][page]
         with self._lock:
             known = self._lent.get((page, layer))

@@ -13,8 +13,11 @@ from transformers import AttentionInterface, PreTrainedModel
 from moonpool.core.blocks import key_space_id
 from moonpool.core.vocabulary import KeySpace
 from moonpool.engine.attention import ATTENTION, Batch, Scratch, paged_attention
+from moonpool.engine.contexts import Contexts
 from moonpool.engine.engine import Bytes, Draw, Row
 from moonpool.engine.families import inspect
+from moonpool.engine.layers import replace
+from moonpool.engine.linear import linear_maker
 from moonpool.engine.loading import end_tokens, keep_freed_memory, load_config, load_model
 from moonpool.engine.model import fingerprint
 from moonpool.engine.pages import DevicePages, Pages
@@ -59,10 +62,12 @@ class TorchEngine:
         self._model: PreTrainedModel = load_model(
             path, config, DTYPES[dtype], self.device, None if stage[1] == 1 else self._layers
         )
+        replace(self._model, self._model.model.layers, linear_maker(DTYPES[dtype], self.device))
         self._hidden_type = DTYPES[dtype]
         self._hidden_size = int(config.hidden_size)
         self._pages = self._make_pages(page_count, block_tokens, DTYPES[dtype])
         self._scratch = Scratch(self._pages, DTYPES[dtype])
+        self._contexts = Contexts(self._pages, DTYPES[dtype]) if self.device.type == "cpu" else None
         self.poison = poison
         if poison:
             for page in range(page_count):
@@ -172,7 +177,7 @@ class TorchEngine:
         for row in rows:
             self._check(row)
         self._pages.settle(rows)
-        batch = Batch(self._pages, self._scratch, rows, on_layer)
+        batch = Batch(self._pages, self._scratch, self._contexts, rows, on_layer)
         given: dict[str, Tensor] = {"input_ids": batch.ids}
         if hidden is not None:
             before = torch.from_numpy(hidden).view(self._hidden_type).view(1, -1, self._hidden_size)
