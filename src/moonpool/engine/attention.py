@@ -146,7 +146,7 @@ class Batch:
         qkv [T, H + 2 KV, D]: heads of queries, of keys, of values; gives [T, H, D].
         """
         query = qkv[:, :heads]
-        both = qkv[:, heads:].unflatten(1, (2, -1))
+        both = qkv[:, heads:].view(len(qkv), 2, -1, qkv.shape[2])
         self.pages.slots(layer).index_put_(self._slots, both)
         if self.on_layer is not None:
             self.on_layer(layer)
@@ -165,8 +165,10 @@ class Batch:
             picked = query.index_select(0, group.rows)
             out.index_copy_(0, group.rows, _decode(group, cache, self.scratch, picked, scale))
         if self.seated is not None:
-            picked = query.index_select(0, self._singles), both.index_select(0, self._singles)
-            out.index_copy_(0, self._singles, self._attend_seated(self.seated, layer, *picked, scale))
+            singles = self._singles
+            new = both.index_select(0, singles)
+            drawn = self._attend_seated(self.seated, layer, query.index_select(0, singles), new, scale)
+            out.index_copy_(0, singles, drawn)
         return out
 
     def _attend_seated(self, seated: Seated, layer: int, query: Tensor, both: Tensor, scale: float | None) -> Tensor:

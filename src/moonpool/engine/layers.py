@@ -8,10 +8,10 @@ become one; RMS norms; and the linear layers left. tests/engine/test_layers.py c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from moonpool.engine.attention import Batch
@@ -57,13 +57,13 @@ def rotate(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> None:
 class Attention(nn.Module):
     """Self-attention of every verified family: joined projections, optional norms of query and key, paged attention."""
 
-    def __init__(self, theirs: nn.Module, make: MakeLinear) -> None:
+    def __init__(self, theirs: Any, make: MakeLinear) -> None:
         super().__init__()
         parts = [theirs.qkv_proj] if hasattr(theirs, "qkv_proj") else [theirs.q_proj, theirs.k_proj, theirs.v_proj]
-        self.layer_idx: int = theirs.layer_idx
+        self.layer_idx = int(theirs.layer_idx)
         self._scale: float = theirs.scaling
         self._dim: int = theirs.head_dim
-        self._heads = theirs.o_proj.in_features // self._dim
+        self._heads: int = theirs.o_proj.in_features // self._dim
         self._kv_heads = (sum(len(part.weight) for part in parts) // self._dim - self._heads) // 2
         self._rotated: bool = getattr(theirs, "use_rope", True)
         self.qkv, self.out = make(parts), make([theirs.o_proj])
@@ -96,7 +96,7 @@ def _normalize(norm: nn.Module, heads: Tensor) -> None:
 class GatedMlp(nn.Module):
     """down(act(gate(x)) * up(x)) with gate and up as one product."""
 
-    def __init__(self, theirs: nn.Module, make: MakeLinear) -> None:
+    def __init__(self, theirs: Any, make: MakeLinear) -> None:
         super().__init__()
         parts = [theirs.gate_up_proj] if hasattr(theirs, "gate_up_proj") else [theirs.gate_proj, theirs.up_proj]
         self.gate_up, self.down = make(parts), make([theirs.down_proj])
@@ -104,10 +104,11 @@ class GatedMlp(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         gate, up = self.gate_up(hidden).chunk(2, dim=-1)
-        return self.down(self._act(gate).mul_(up))
+        out: Tensor = self.down(self._act(gate).mul_(up))
+        return out
 
 
-def replace_layer(layer: nn.Module, make: MakeLinear) -> None:
+def replace_layer(layer: Any, make: MakeLinear) -> None:
     """Make one decoder layer of a verified family fast."""
     replace_norms(layer)
     layer.self_attn = Attention(layer.self_attn, make)
@@ -120,12 +121,13 @@ def replace_norms(module: nn.Module) -> None:
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             eps = getattr(child, "variance_epsilon", None)
-            if eps is not None and child.weight.dtype == torch.float32:
-                setattr(parent, name, Norm(child.weight, eps))
+            weight = getattr(child, "weight", None)
+            if eps is not None and isinstance(weight, Tensor) and weight.dtype == torch.float32:
+                setattr(parent, name, Norm(weight, eps))
 
 
-def replace(model: nn.Module, layers: Sequence[nn.Module], make: MakeLinear) -> None:
-    """Make a causal model fast, of whose decoder `layers` are (still) there."""
+def replace(model: Any, layers: Iterable[nn.Module], make: MakeLinear) -> None:
+    """Make a causal model fast, of whose decoder layers `layers` are there."""
     for layer in layers:
         replace_layer(layer, make)
     replace_norms(model)
