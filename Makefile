@@ -7,7 +7,7 @@ PY := .venv/bin/python -P
 INSTALLED := .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test soak check bench bench-journal bench-core bench-overload bench-pipeline bench-scale bench-store bench-layerwise clean venv model format
+.PHONY: help serve test soak check bench bench-journal bench-core bench-overload bench-pipeline bench-scale bench-store bench-layerwise bench-engine clean venv model format
 
 help:
 	@echo "make serve    serve SmolLM2-135M on http://127.0.0.1:8000   (ARGS='--nodes 2 --decode 2' and so on)"
@@ -22,6 +22,7 @@ help:
 	@echo "make bench-scale   ten million blocks in the directory, a million on a node's SSD   (ARGS='--entries 1000000')"
 	@echo "make bench-store   the KVCache pool beside Mooncake Store     (ARGS=--quick: a smoke test)"
 	@echo "make bench-layerwise  storing and loading KVCache while it is computed; gaps of running streams   (ARGS='--tokens 512')"
+	@echo "make bench-engine  the torch engine beside vLLM on CPU         (ARGS='--threads 1 --no-peer')"
 	@echo "make clean    remove the virtual environment and caches (not the model)"
 
 serve: $(INSTALLED)
@@ -62,6 +63,9 @@ bench-store: $(INSTALLED)
 
 bench-layerwise: $(INSTALLED) model
 	$(PY) -m moonpool.bench.layerwise $(ARGS)
+
+bench-engine: $(INSTALLED) model
+	$(PY) -m moonpool.bench.engine $(ARGS)
 
 format: $(INSTALLED)
 	.venv/bin/ruff format .

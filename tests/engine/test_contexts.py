@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moonpool.engine import attention
+from moonpool.engine.contexts import Contexts
 from moonpool.engine.engine import Row
 from moonpool.engine.runner import TorchEngine
 from moonpool.wire.messages import Sampling
@@ -71,6 +72,22 @@ def test_pages_that_got_another_owner(roomy: TorchEngine, reference: Reference) 
     again = prefill(roomy, 76, [0, 1], seed=2)
     decode(roomy, [(again, [0, 1])], 3)
     check(reference, again, 76)
+
+
+def test_a_row_that_goes_on_is_not_copied_again(roomy: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled: list[int] = []
+    fill = Contexts._fill
+    monkeypatch.setattr(Contexts, "_fill", lambda self, row, seat: (filled.append(seat), fill(self, row, seat))[1])
+    rows = [(prefill(roomy, n, pages), pages) for n, pages in ((60, [0, 1]), (90, [2, 3]))]
+    decode(roomy, rows, 1)
+    assert filled == [0, 1]
+    decode(roomy, rows, 3)
+    roomy.clear(1)  # as a worker does before the row reaches the page
+    decode(roomy, rows, 4)
+    assert filled == [0, 1]
+    roomy.run(0, 2)
+    decode(roomy, rows, 1)
+    assert filled == [0, 1, 1], "who asks for a view may write to it"
 
 
 def test_a_chunk_beside_running_rows(roomy: TorchEngine, reference: Reference) -> None:

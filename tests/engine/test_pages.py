@@ -127,7 +127,7 @@ def test_device_pages_take_what_a_view_was_filled_with_and_keep_what_was_only_re
     pages = _pages(DevicePages)
     pages.run(1, 2)[:] = 1
     pages.run(0, 3)
-    pages.slots(0)[2 * 16 * 3] = 5.0  # a step writes page 3 after someone has read it
+    pages.slots(0)[3, 0, 0] = 5.0  # a step writes page 3 after someone has read it
     pages.settle([_row([2, 3])])
     assert pages.rows(1)[4].view(torch.uint8).eq(1).all()
     assert float(pages.rows(0)[6, 0, 0, 0]) == 5.0

@@ -1,4 +1,4 @@
-"""Processes of `make bench-store`: each with a log, each ended with its block; those that measure take orders."""
+"""Processes of benches: each with a log, each ended with its block; those that measure take orders."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ class Worker:
         seconds: list[float] = self.receive(do).get("seconds", [])
         return seconds
 
-    def receive(self, what: str) -> dict[str, Any]:
+    def receive(self, what: str, within: float = ORDER_SECONDS) -> dict[str, Any]:
         stdout = self._process.stdout
         assert stdout is not None
-        if not select.select([stdout], [], [], ORDER_SECONDS)[0]:
-            raise MoonpoolError(f"{self._name}: nothing came of {what} for {ORDER_SECONDS:g} s\n{tail(self._log)}")
+        if not select.select([stdout], [], [], within)[0]:
+            raise MoonpoolError(f"{self._name}: nothing came of {what} for {within:g} s\n{tail(self._log)}")
         line = stdout.readline()
         if not line:
             raise MoonpoolError(f"{self._name} ended during {what}\n{tail(self._log)}")
@@ -99,6 +99,7 @@ def worker(
     arguments: Sequence[str],
     python: str,
     environment: Mapping[str, str],
+    start_seconds: float = ORDER_SECONDS,
 ) -> Iterator[Worker]:
     """`python -m module arguments` until the block ends, ready for orders. Its log lies in `folder`.
 
@@ -117,7 +118,7 @@ def worker(
         stdout=subprocess.PIPE,
     ) as process:
         started = Worker(name, process, log)
-        started.receive("its start")
+        started.receive("its start", start_seconds)
         yield started
 
 

@@ -6,17 +6,15 @@ and numpy may be imported here. The process takes orders as JSON lines on standa
 
 from __future__ import annotations
 
-import json
 import mmap
-import os
-import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from moonpool.bench.orders import answering, carry_out_orders
 
 Bytes = npt.NDArray[np.uint8]
 """One-dimensional and contiguous."""
@@ -106,21 +104,13 @@ class Walk:
 
 def serve(open_side: Callable[[Buffers], Side], nbytes: int) -> None:
     """Open a side over buffers of `nbytes`, say so, and carry out orders until the end of standard input."""
-    answers = _own_standard_output()
-    buffers = Buffers(nbytes)
-    side = open_side(buffers)
-    try:
-        walk = Walk(side, buffers)
-        _answer(answers, {"ready": True})
-        for line in sys.stdin:
-            try:
-                result = walk.carry_out(json.loads(line))
-            except Exception as error:
-                traceback.print_exc()
-                result = {"error": f"{type(error).__name__}: {error}"}
-            _answer(answers, result)
-    finally:
-        side.close()
+    with answering() as answer:
+        buffers = Buffers(nbytes)
+        side = open_side(buffers)
+        try:
+            carry_out_orders(Walk(side, buffers).carry_out, answer)
+        finally:
+            side.close()
 
 
 def _timed(calls: Sequence[Call]) -> dict[str, Any]:
@@ -130,15 +120,3 @@ def _timed(calls: Sequence[Call]) -> dict[str, Any]:
         call()
         seconds.append(time.perf_counter() - began)
     return {"seconds": seconds}
-
-
-def _own_standard_output() -> IO[str]:
-    """For answers alone: whatever else is printed, by whichever library, goes to standard error."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return answers
-
-
-def _answer(answers: IO[str], result: dict[str, Any]) -> None:
-    answers.write(json.dumps(result) + "\n")
-    answers.flush()

@@ -102,11 +102,13 @@ class Batch:
                 decodes.append((first, row))
             else:
                 self.chunks.append(self._chunk(first, row))
-        pages.touch(set(written))
         self.seated: Seated | None = None
         self.groups: list[DecodeGroup] = []
         if decodes and contexts is not None:
             self.seated = contexts.seat([row for _, row in decodes])
+        pages.touch(set(written))
+        if self.seated is not None and contexts is not None:
+            contexts.stamp()
         if self.seated is None:
             self.groups = [self._group(group) for group in _alike(decodes, block)]
         self._singles = torch.tensor([first for first, _ in decodes], device=device)

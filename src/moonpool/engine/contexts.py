@@ -55,6 +55,8 @@ class Contexts:
         self._pages, self._dtype = pages, dtype
         self._limit_tokens = pages.page_count * pages.block_tokens
         self._seats: list[Seat | None] = []
+        self._taken: list[int] = []
+        """Seats of the running step's rows."""
         self._memory = self._allocate(0, 0)
 
     def _allocate(self, seats: int, tokens: int) -> Tensor:
@@ -68,11 +70,12 @@ class Contexts:
 
     def seat(self, rows: Sequence[Row]) -> Seated | None:
         """Places for rows of one token each, holding KV of all tokens before it; None where there is no room."""
+        self._taken = []
         longest = max(row.start + 1 for row in rows)
         if not self._make_room(len(rows), longest):
             return None
         seats = self._assign(rows)
-        now = self._pages.now()
+        self._taken = seats
         for row, seat in zip(rows, seats, strict=True):
             known = self._seats[seat]
             if known is None:
@@ -80,7 +83,7 @@ class Contexts:
             used = row.pages[: row.start // self._pages.block_tokens + 1]
             if len(used) != len(known.pages):
                 known.pages, known.index = list(used), np.array(used)
-            known.end, known.stamp = row.start + 1, now
+            known.end = row.start + 1
         width = max(seats) + 1
         part = self._memory[:, :, :width, :, :longest]
         return Seated(
@@ -93,6 +96,14 @@ class Contexts:
             both=self._memory.permute(0, 2, 4, 1, 3, 5).unbind(0),
             in_order=seats == list(range(width)),
         )
+
+    def stamp(self) -> None:
+        """Once the step's own pages are marked as touched: what the step writes there, it writes to its seats too."""
+        now = self._pages.now()
+        for index in self._taken:
+            seat = self._seats[index]
+            assert seat is not None
+            seat.stamp = now
 
     def _make_room(self, rows: int, longest: int) -> bool:
         seats, tokens = self._memory.shape[2], self._memory.shape[4]
