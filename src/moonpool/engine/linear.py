@@ -25,11 +25,12 @@ class PackedLinear(nn.Module):
         super().__init__()
         self._bias = joined_bias(parts)
         weights = torch.cat([part.weight.detach() for part in parts])
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weights, PACKED_FOR_ROWS)
+        packed = torch.ops.mkldnn._reorder_linear_weight(weights, PACKED_FOR_ROWS)
+        self.weight = nn.Parameter(packed, requires_grad=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., inputs] to [..., outputs]."""
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(hidden, self._packed, self._bias, "none", [], "")
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(hidden, self.weight, self._bias, "none", [], "")
         return out
 
 
