@@ -176,6 +176,15 @@ def test_every_kind_of_failure_is_one_request_and_has_its_name() -> None:
     assert tally.first_error
 
 
+def test_reasons_that_are_made_up_for_each_request_are_counted_together() -> None:
+    async def serve(body: dict[str, Any], answering: Answering) -> None:
+        answering.plain(429, {"error": {"message": "no", "code": f"no-{len(body['prompt'])}"}})
+
+    tally, _ = asyncio.run(replayed(serve, some(80, gap=0.0)))
+    refusals = tally.outcomes.refusals()
+    assert (len(refusals), refusals["other"], tally.refused) == (65, 16, 80)
+
+
 def test_nobody_listens() -> None:
     async def run() -> Tally:
         async with Endpoint("http://127.0.0.1:1/v1") as endpoint:
@@ -305,6 +314,6 @@ def test_an_url_is_taken_with_and_without_its_v1() -> None:
     for given in ("http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/", "h:1"):
         assert base_of(given) == "http://h:1/v1"
     assert base_of("https://h/api") == "https://h/api/v1"
-    for bad in ("ftp://h", "http://", "http://h:x"):
+    for bad in ("ftp://h", "http://", "http://h:x", "http://me:secret@h"):
         with pytest.raises(ConfigError, match="--url"):
             base_of(bad)

@@ -141,6 +141,11 @@ def test_a_report_of_something_else_is_refused(tmp_path: Path) -> None:
             replay(wanted(other, None, compare=True), nowhere)
 
 
+def test_reports_alone_are_shown_and_nothing_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nothing is sent"):
+        replay(wanted(tmp_path / "a.json", None, compare=True, out=tmp_path / "o"), nowhere)
+
+
 def test_all_in_the_warm_up(trace: Path) -> None:
     with fake_endpoint_beside() as fake, pytest.raises(MoonpoolError, match="--warm-up"):
         replay(wanted(trace, fake.url, warm_up=100.0), nowhere)

@@ -141,6 +141,8 @@ def base_of(url: str) -> str:
         port = -1
     if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
         raise ConfigError(f"--url {url!r}: must be like http://127.0.0.1:8000 or https://host/v1")
+    if "@" in parts.netloc:
+        raise ConfigError("--url: a name or password in it would stand in every report; give --api-key")
     path = parts.path.rstrip("/")
     return f"{parts.scheme}://{parts.netloc}{path if path.endswith('/v1') else path + '/v1'}"
 

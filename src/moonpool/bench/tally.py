@@ -16,6 +16,9 @@ from moonpool.report.summary import Spread, intervals_of
 from moonpool.trace.request import TraceRequest
 
 TICK_SECONDS = 0.05
+MOST_KINDS = 64
+"""Of reasons, which an endpoint may make up for each request; further ones are one."""
+KIND_CHARS = 64
 
 
 class Tally:
@@ -27,6 +30,7 @@ class Tally:
         self.refused = self.completed = self.sent = self.streams = self.full = self.tokens = 0
         self.errors: dict[str, int] = {}
         self.first_error = ""
+        self._kinds: set[str] = set()
         self._begin = begin + warm_up
         self._first = float("inf")
         self._last = begin
@@ -88,7 +92,7 @@ class Tally:
                 longest_interval=longest,
                 cached_tokens=cached,
                 computed_tokens=prompt - cached if reply.times else 0,
-                refusal=reply.reason if reply.refused else "",
+                refusal=self._kind(reply.reason) if reply.refused else "",
             ),
         )
         self._intervals.add(intervals)
@@ -106,8 +110,14 @@ class Tally:
         elif reply.refused:
             self.refused += 1
         else:
-            self.errors[reply.reason] = self.errors.get(reply.reason, 0) + 1
+            kind = self._kind(reply.reason)
+            self.errors[kind] = self.errors.get(kind, 0) + 1
             self.first_error = self.first_error or f"{reply.reason}: {reply.message}".rstrip(": ")
+
+    def _kind(self, reason: str) -> str:
+        if len(self._kinds) < MOST_KINDS:
+            self._kinds.add(reason[:KIND_CHARS])
+        return reason[:KIND_CHARS] if reason[:KIND_CHARS] in self._kinds else "other"
 
     async def watch_loop(self) -> None:
         """How late the event loop is, until this is cancelled."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import resource
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -15,14 +13,15 @@ from urllib.parse import urlsplit
 import msgspec
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from moonpool.command.columns import compared, figures
+from moonpool.command.replay_screen import Shown, facts_of, stopped_by_ctrl_c
 from moonpool.command.simulate import FILE_COLUMNS
 from moonpool.command.workload import Traffic, Workload
 from moonpool.core.vocabulary import Slo
 from moonpool.errors import ConfigError, MoonpoolError
 from moonpool.report.html import Page, page
+from moonpool.report.live import Live
 from moonpool.report.results import read_columns
 from moonpool.report.rows import Column, differences
 from moonpool.report.run import Run, live_run
@@ -30,15 +29,12 @@ from moonpool.report.run import Run, live_run
 if TYPE_CHECKING:
     from moonpool.bench.dialect import Api, Dialect, Wish
     from moonpool.bench.prompts import Words
-    from moonpool.bench.replay import Replay
     from moonpool.bench.tally import Tally
     from moonpool.trace.arrivals import Arrivals
 
 INTERRUPTED = 130
 SPARE_FILES = 64
 """Descriptors that are no streams."""
-LATE_SECONDS = 0.05
-"""Sent so late (P99), the figures are not the endpoint's alone."""
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -108,7 +104,7 @@ def replay(wanted: Wanted, tokenizer: Callable[[str], Path]) -> int:
     live = tally.live(base_of(str(wanted.url)), dialect)
     name = wanted.name or f"{urlsplit(live.endpoint).netloc} {dialect.model}"
     run = live_run(name, wanted.seed, Slo(wanted.ttft, wanted.tbt), tally.outcomes, live)
-    facts = tuple(_facts(wanted, traffic, len(arrivals), run, tally))
+    facts = tuple(_shape_of(wanted, traffic, len(arrivals), live) + facts_of(run, tally, wanted.warm_up))
     report = ReplayReport(
         workload=wanted.workload,
         rate=wanted.rate,
@@ -134,6 +130,10 @@ def _sorted_out(wanted: Wanted) -> Wanted:
         raise ConfigError(f"{reports[0]} is a report: give --compare to show it beside others")
     if wanted.compare and not reports:
         raise ConfigError("--compare: give one or more reports, files ending in .json")
+    if not traces and (wanted.url or wanted.out or wanted.as_json):
+        raise ConfigError(
+            "only reports are given, so nothing is sent: do without --url, --out and --json, or give a trace"
+        )
     if traces and wanted.url is None:
         raise ConfigError(f"give --url: where is {traces[0]} to be sent?")
     if wanted.rate is not None and (wanted.workload.speed != 1.0 or wanted.workload.jitter):
@@ -219,63 +219,14 @@ async def _measure(wanted: Wanted, arrivals: Arrivals, wish: Wish, most: int) ->
         limits = Slo(wanted.ttft, wanted.tbt) if wanted.send_limits else Slo()
         run = Replay(endpoint, dialect, prompts, Rules(wanted.warm_up, most, limits))
         pace = Pace(wanted.rate, wanted.sessions, wanted.think)
-        with _Shown(len(arrivals)) as shown, _stopped_by_ctrl_c(run):
+        with Shown(len(arrivals)) as shown, stopped_by_ctrl_c(run):
             tally = await run.run(turns(arrivals, pace, block, wanted.seed), shown.update)
         return tally, dialect, run.interrupted
 
 
-class _Shown:
-    """A line that says how far it is, where stderr is a terminal."""
-
-    def __init__(self, requests: int) -> None:
-        console = Console(stderr=True)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            auto_refresh=False,
-            disable=not console.is_terminal,
-        )
-        self._bar = self._progress.add_task("sending", total=requests)
-
-    def __enter__(self) -> _Shown:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def update(self, tally: Tally) -> None:
-        done = tally.completed + tally.refused + tally.failed
-        told = (
-            f"{tally.sent} sent, {tally.streams} under way, {tally.completed} complete, {tally.refused} refused, "
-            f"{tally.failed} failed, {tally.tokens} tokens"
-        )
-        self._progress.update(self._bar, completed=done, description=told, refresh=True)
-
-
-@contextlib.contextmanager
-def _stopped_by_ctrl_c(run: Replay) -> Iterator[None]:
-    """The first one ends the run, and its figures are shown; a second ends the program."""
-    loop = asyncio.get_running_loop()
-
-    def stop() -> None:
-        loop.remove_signal_handler(signal.SIGINT)
-        run.stop()
-
-    loop.add_signal_handler(signal.SIGINT, stop)
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGINT)
-
-
-def _facts(wanted: Wanted, traffic: Traffic, count: int, run: Run, tally: Tally) -> list[str]:
-    """What was sent where, and what a reader should know of the figures."""
-    live, workload = run.live, wanted.workload
-    assert live is not None
+def _shape_of(wanted: Wanted, traffic: Traffic, count: int, live: Live) -> list[str]:
+    """What was sent."""
+    workload = wanted.workload
     shaped = [f"speed {workload.speed:g}"] if workload.speed != 1 else []
     shaped += [f"jitter {workload.jitter:g} s"] if workload.jitter else []
     shaped += [f"Poisson arrivals, {wanted.rate:g} a second"] if wanted.rate else []
@@ -283,32 +234,12 @@ def _facts(wanted: Wanted, traffic: Traffic, count: int, run: Run, tally: Tally)
     shaped += [f"think time {wanted.think:g} s on average"] if wanted.think else []
     facts = [
         ", ".join([f"{workload.source}: {count} requests", *shaped, f"seed {wanted.seed}"]),
-        f"sent to {live.endpoint}, model {live.model}; latencies count from when a request was due, with connecting",
-        f"measured: {run.summary.requests} requests in {live.seconds:.1f} s, "
-        f"{live.prompt_tokens} prompt tokens in, {live.output_tokens} tokens out, "
-        f"{live.output_tokens / max(live.seconds, 1e-9):.0f} tokens/s",
     ]
-    if live.warm_up:
-        facts.append(f"{live.warm_up} requests of the first {wanted.warm_up:g} s are not measured")
-    if live.cut_off:
-        facts.append(f"interrupted: {live.cut_off} requests were under way and are left out, the rest was not sent")
     if traffic.failed:
         facts.append(f"{traffic.failed} requests without an answer in the trace were left out")
     if traffic.skipped:
         facts.append(f"{traffic.skipped} malformed lines were left out, the first: {traffic.first_skipped}")
-    if tally.first_error:
-        facts.append(f"{tally.failed} requests failed, the first: {tally.first_error}")
-    client = live.client
-    facts.append(
-        f"replay itself: sent {client.lag.p99 * 1e3:.1f} ms late (P99), {client.lag.most * 1e3:.1f} ms at most; "
-        f"its event loop {client.stall.p99 * 1e3:.1f} ms late (P99); {client.cpu_share:.0%} of a core, "
-        f"{client.cpu_per_token * 1e6:.0f} µs a token"
-    )
-    if client.full:
-        facts.append(f"{client.full} requests waited because {client.most_streams} were under way: see --most-streams")
-    if max(client.lag.p99, client.stall.p99) > LATE_SECONDS:
-        facts.append("replay was late: its machine is busy, and the figures are not the endpoint's alone")
-    return [*facts, *live.notes]
+    return facts
 
 
 def _why_none(tally: Tally, wanted: Wanted) -> str:
