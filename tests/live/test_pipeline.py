@@ -149,11 +149,12 @@ def test_clients_that_hang_up_free_all_stages_within_a_second(smollm2: Path) -> 
 
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(hang_up, range(4)))
-        steps = counters(c)["prefill-0"]["steps"]
-        time.sleep(2.5)  # counters are told once a second; the limit and two of them
-        held = {part: values.get("jobs", 0) for part, values in counters(c).items() if part.startswith("prefill")}
-        assert held == {"prefill-0": 0, "prefill-0.1": 0}
-        assert counters(c)["prefill-0"]["steps"] <= steps + 2 * 10, "all 40 steps of each were computed"
+        began = time.monotonic()
+        stages = "prefill-0", "prefill-0.1"
+        eventually(lambda: not any(counters(c)[part]["jobs"] for part in stages), "nothing is held in the stages")
+        # A second is what they have, counters come once a second, and CI is slow; 4 prompts take 20 s to compute.
+        assert time.monotonic() - began < 8
+        assert counters(c)["prefill-0"]["steps"] < 80, "half of the 160 steps were computed for nobody"
         audit(c)
         prompt = random_prompt(300, seed=1)
         assert output_ids(complete(c, prompt, 5, ignore_eos=True)) == reference_tokens(prompt, 5)
