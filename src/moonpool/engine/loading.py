@@ -5,7 +5,9 @@ Safetensors stay memory-mapped, so workers on one host share the page cache's co
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,28 @@ def keep_freed_memory() -> None:
         return
     mallopt(M_MMAP_THRESHOLD, 1 << 30)
     mallopt(M_TRIM_THRESHOLD, 256 << 20)
+
+
+def forget_pages(weights: Iterable[torch.Tensor]) -> None:
+    """Unmap from this process what it has read of weights that lie in a mapped file; a later read maps them again."""
+    with Path("/proc/self/maps").open() as lines:
+        files = [line.split(maxsplit=5) for line in lines if ".safetensors" in line]
+    spans = [tuple(int(end, 16) for end in fields[0].split("-")) for fields in files]
+    try:
+        madvise = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):
+        return
+    for weight in weights:
+        first = -(-weight.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = weight.data_ptr() + weight.nbytes - first
+        if size > 0 and any(low <= first and first + size <= high for low, high in spans):
+            madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+
+
+def trim_memory() -> None:
+    """Return to the system what loading has freed: `keep_freed_memory` would keep it for activations."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def silence() -> None:

@@ -22,6 +22,7 @@ from moonpool.engine.loading import end_tokens, keep_freed_memory, load_config, 
 from moonpool.engine.model import fingerprint
 from moonpool.engine.pages import DevicePages, Pages
 from moonpool.engine.pipeline import layers_of
+from moonpool.engine.quantize import SCHEME, check_supported, quantize_model
 from moonpool.engine.sampling import draw
 from moonpool.errors import ModelError
 
@@ -35,6 +36,7 @@ class TorchEngine:
 
     `stage` (number, of so many): only this part of the layers, for `stage()`; the rest is not read.
 
+    `quantize`: none, or int8 (see `quantize.py`).
     `poison` (tests) starts with all pages full of NaN, so that a read of memory nobody wrote shows.
     Raises `ModelError` for a model that would be computed wrongly or does not load.
     """
@@ -48,6 +50,7 @@ class TorchEngine:
         dtype: str = "float32",
         threads: int = 1,
         device: str = "cpu",
+        quantize: str = "none",
         poison: bool = False,
         stage: tuple[int, int] = (0, 1),
     ) -> None:
@@ -58,6 +61,8 @@ class TorchEngine:
         config = load_config(path)
         self.shape = shape = inspect(config, path.name)
         self.device = torch.device(device)
+        if quantize != "none":
+            check_supported(DTYPES[dtype], self.device)
         self._layers = layers_of(config, shape, stage)
         self._model: PreTrainedModel = load_model(
             path, config, DTYPES[dtype], self.device, None if stage[1] == 1 else self._layers
@@ -77,7 +82,7 @@ class TorchEngine:
         self._space = KeySpace(
             id=key_space_id(
                 model_fingerprint=fingerprint(path),
-                dtype=dtype,
+                dtype=dtype if quantize == "none" else f"{dtype}/{SCHEME}",
                 block_tokens=block_tokens,
                 layers=shape.layers,
                 kv_heads=shape.kv_heads,
@@ -166,6 +171,15 @@ class TorchEngine:
         with torch.inference_mode():
             return self._forward(rows, None)[1]
 
+    def logits_along(self, tokens: Sequence[int]) -> Tensor:
+        """[tokens, vocabulary] float32: what follows each token of a new sequence, which fills the first pages."""
+        pages = range(-(-len(tokens) // self.space.block_tokens))
+        for page in pages:
+            self.clear(page)
+        with torch.inference_mode():
+            row = Row(tokens=tokens, prompt_tokens=len(tokens), start=0, count=len(tokens), pages=list(pages))
+            return self._project(self._compute([row], None, None)[1])
+
     def _forward(self, rows: Sequence[Row], on_layer: Callable[[int], None] | None) -> tuple[Batch, Tensor]:
         batch, hidden = self._compute(rows, None, on_layer)
         return batch, self._head(batch, rows, hidden)
@@ -192,7 +206,11 @@ class TorchEngine:
         if not picked:
             return hidden.new_empty((0, self.shape.vocabulary), dtype=torch.float32)
         last = batch.last[torch.tensor(picked, device=self.device)]
-        logits: Tensor = self._model.lm_head(hidden.index_select(0, last)).float()
+        return self._project(hidden.index_select(0, last))
+
+    def _project(self, hidden: Tensor) -> Tensor:
+        """[n, vocabulary] float32 of [n, hidden size]."""
+        logits: Tensor = self._model.lm_head(hidden).float()
         if self.shape.logits_divisor != 1.0:
             logits /= self.shape.logits_divisor
         return logits

@@ -1,0 +1,144 @@
+"""int8 weights on a CPU: linear layers through FBGEMM's kernels, which are part of torch.
+
+Weights are int8 with a scale for each output, activations are rounded to int8 with a scale for each token, products
+are summed exactly in integers, and what leaves is float32. A row of one of these layers is therefore the same to the
+last bit in whatever batch it is computed.
+
+Two things keep it accurate (docs/decisions/0013):
+
+- Inputs are first rotated, 64 at a time, by a Hadamard matrix, which spreads the few large activations of a token over
+  their neighbours (QuaRot, arXiv 2404.00456); weights are rotated alike at load, so the product is the same.
+- Without VNNI the kernel adds products of neighbours in 16 bits and saturates silently: 255 * (a + b) fits for weights
+  a, b of one sign only up to a + b = 128. `quantized_rows` chooses scales that keep every pair there, which costs
+  weights a fraction of a bit; the usual way out, 7 bits for activations, costs those a whole one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from moonpool.engine.loading import forget_pages, trim_memory
+from moonpool.errors import ModelError
+
+SCHEME = "int8-rows-1"
+"""Part of the key space: changes whenever the arithmetic does, since other weights make other KVCache."""
+
+LEVELS, ZERO = 127, 128
+"""Activations are -127..127 times their token's scale / 127, stored as 1..255."""
+SMALLEST = 1e-30
+"""What a row of zeros is divided by."""
+ROTATED = 64
+"""Most inputs that are rotated together."""
+SLAB = 1 << 20
+"""Weights quantized at a time, which bounds the memory that loading takes beside the model."""
+
+_OPERATION = "linear_with_input_q_dq_qweight_dq_output_fp32"
+
+
+class Int8Linear(nn.Module):
+    """One linear layer in int8, out of one or several with the same input, whose outputs follow each other."""
+
+    def __init__(self, parts: Sequence[nn.Linear]) -> None:
+        super().__init__()
+        self._rotation = hadamard(_rotated(parts[0].in_features))
+        pieces = [
+            quantized_rows(_rotate(slab.float(), self._rotation))
+            for part in parts
+            for slab in part.weight.detach().split(max(1, SLAB // part.in_features))
+        ]
+        self._packed = _packed(torch.cat([levels for levels, _ in pieces]), torch.cat([scale for _, scale in pieces]))
+        self._bias = _joined_bias(parts)
+        forget_pages([part.weight for part in parts])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., inputs] float32 to [..., outputs] float32."""
+        hidden = _rotate(hidden, self._rotation)
+        largest = hidden.abs().amax(-1, keepdim=True).clamp_(min=SMALLEST)
+        multiply = getattr(torch.ops.quantized, _OPERATION)
+        out: Tensor = multiply(hidden.div_(largest), 1 / LEVELS, ZERO, self._packed).mul_(largest)
+        if self._bias is not None:
+            out += self._bias
+        return out
+
+
+def quantize_model(model: nn.Module, name: str) -> None:
+    """Replace a model's linear layers one by one, the head included; embeddings and norms stay.
+
+    Raises ModelError for a mixture of experts, whose experts are no linear layers here and would stay as they are.
+    """
+    if any(parameter.dim() == 3 for parameter in model.parameters()):
+        raise ModelError(f"{name}: --quantize int8 does not cover mixtures of experts yet: leave it out")
+    for parent in list(model.modules()):
+        for child_name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(parent, child_name, Int8Linear([child]))
+    trim_memory()
+
+
+def check_supported(dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ModelError where int8 cannot be computed."""
+    if device.type != "cpu" or dtype != torch.float32:
+        raise ModelError(
+            f"--quantize int8 computes on a CPU with float32 activations, not {dtype} on {device.type}: "
+            "leave --quantize out, or take --dtype float32"
+        )
+    if "fbgemm" not in torch.backends.quantized.supported_engines or not hasattr(torch.ops.quantized, _OPERATION):
+        raise ModelError(
+            f"--quantize int8 needs FBGEMM, which torch {torch.__version__} does not have on this machine "
+            "(x86-64 with AVX2): leave --quantize out"
+        )
+
+
+def quantized_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 levels [outputs, inputs] and float32 scales [outputs]: levels * scale is about `weight`.
+
+    The scale is the largest sum of two neighbours (2i, 2i + 1) of one sign over 127; rounded, no pair exceeds 128.
+    """
+    pairs = nn.functional.pad(weight, (0, weight.shape[1] % 2)).unflatten(1, (-1, 2))
+    sums = torch.maximum(pairs.clamp(min=0).sum(-1), pairs.clamp(max=0).sum(-1).neg_())
+    scale = (sums.amax(1) / LEVELS).clamp_(min=SMALLEST)
+    return (weight / scale[:, None]).round_().to(torch.int8), scale
+
+
+def hadamard(size: int) -> Tensor:
+    """The symmetric orthogonal matrix of +-1 / sqrt(size); size is a power of two."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix / size**0.5
+
+
+def _rotated(inputs: int) -> int:
+    """The largest power of two that divides `inputs`, at most ROTATED."""
+    return min(ROTATED, inputs & -inputs)
+
+
+def _rotate(rows: Tensor, rotation: Tensor) -> Tensor:
+    return torch.mm(rows.reshape(-1, len(rotation)), rotation).view(rows.shape)
+
+
+def _joined_bias(parts: Sequence[nn.Linear]) -> Tensor | None:
+    if all(part.bias is None for part in parts):
+        return None
+    return torch.cat(
+        [part.bias if part.bias is not None else torch.zeros(part.out_features) for part in parts]
+    ).detach()
+
+
+def _packed(levels: Tensor, scale: Tensor) -> object:
+    """The kernel's own layout. It takes torch's quantized tensors, which warn that they will go."""
+    engine = torch.backends.quantized.engine
+    zeros = torch.zeros(len(scale), dtype=torch.int64)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*quantized tensor creation functions.*")
+        torch.backends.quantized.engine = "fbgemm"
+        try:
+            tensor = torch._make_per_channel_quantized_tensor(levels, scale.double(), zeros, 0)
+            packed: object = torch.ops.quantized.linear_prepack(tensor, None)
+        finally:
+            torch.backends.quantized.engine = engine
+    return packed
