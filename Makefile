@@ -7,7 +7,7 @@ PY := .venv/bin/python -P
 INSTALLED := .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test soak check bench bench-journal bench-core bench-overload bench-pipeline bench-scale bench-store bench-layerwise bench-engine clean venv model format
+.PHONY: help serve test soak check bench bench-int8 bench-journal bench-core bench-overload bench-pipeline bench-scale bench-store bench-layerwise bench-engine clean venv model format
 
 help:
 	@echo "make serve    serve SmolLM2-135M on http://127.0.0.1:8000   (ARGS='--nodes 2 --decode 2' and so on)"
@@ -15,6 +15,7 @@ help:
 	@echo "make soak     the long versions of tests: thousands of crashes, larger searches (an hour)"
 	@echo "make check    formatting, lint, types, import rules"
 	@echo "make bench    measure this machine"
+	@echo "make bench-int8    int8 weights beside float32: speed and accuracy   (ARGS='--threads 1')"
 	@echo "make bench-journal   what the Conductor's journal costs"
 	@echo "make bench-core    the scheduler and its simulator beside Dynamo's   (ARGS='--trace conversation_trace.jsonl')"
 	@echo "make bench-overload  a live cluster at three times what it can serve   (ARGS='--engine timed')"
@@ -42,6 +43,9 @@ check: $(INSTALLED)
 
 bench: $(INSTALLED) model
 	$(PY) -m moonpool.bench.serving $(ARGS)
+
+bench-int8: $(INSTALLED) model
+	$(PY) -m moonpool.bench.quantized $(ARGS)
 
 bench-journal: $(INSTALLED)
 	$(PY) -m moonpool.bench.journal $(ARGS)

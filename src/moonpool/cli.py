@@ -561,12 +561,21 @@ def paper(
 
 
 @app.command(hidden=True)
-def check_model(model: Path) -> int:
+def check_model(
+    model: Path,
+    dtype: Annotated[str, typer.Option()] = "float32",
+    quantize: Annotated[str, typer.Option()] = "none",
+) -> int:
     """Say in one line why the torch engine does not take this model directory; `serve` runs it before it starts."""
     from moonpool.engine.families import inspect
     from moonpool.engine.loading import load_config
 
-    inspect(load_config(model), model.name)
+    config = load_config(model)
+    inspect(config, model.name)
+    if quantize != "none":
+        from moonpool.engine.quantize import check_supported
+
+        check_supported(config, model.name, dtype)
     return 0
 
 
@@ -860,6 +869,7 @@ def _engine(config: Config, pages: int, stage: tuple[int, int] = (0, 1)) -> Stag
         block_tokens=config.pool.block_size,
         page_count=pages,
         dtype=config.model.dtype,
+        quantize=config.model.quantize,
         threads=config.model.threads,
         stage=stage,
     )

@@ -36,6 +36,10 @@ class ModelConfig(Struct, frozen=True):
         Literal["torch", "timed"], Meta(description="what computes: torch, or timed (sleeps by a cost model)")
     ] = "torch"
     dtype: Annotated[Literal["float32", "bfloat16"], Meta(description="of weights and KV (torch engine)")] = "float32"
+    quantize: Annotated[
+        Literal["none", "int8"],
+        Meta(description="weights in fewer bits (torch engine, on a CPU with AVX2): faster, a little less accurate"),
+    ] = "none"
     threads: Annotated[int, Meta(ge=1, le=256, description="torch threads in each worker")] = 1
 
 

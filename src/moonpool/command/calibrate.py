@@ -62,12 +62,14 @@ def calibrate(config: Config, open_engine: Callable[[int], Engine], seconds: flo
 def _profile(config: Config, engine: Engine, prefill: Fitted, decode: Fitted, machine: Bandwidths) -> Profile:
     space = engine.space
     token_bytes = space.runs * space.run_bytes // space.block_tokens
+    quantized = "" if config.model.quantize == "none" else f"weights in {config.model.quantize}, "
     ways = "past the page cache" if machine.is_direct else "through the page cache"
     return Profile(
         name=LOCAL,
         sources=(
             f"Measured by `moonpool calibrate`: {config.served_name} on the {config.model.engine} engine, "
-            f"{config.model.dtype}, {config.model.threads} threads of {os.cpu_count()} cores ({platform.machine()}). "
+            f"{config.model.dtype}, {quantized}{config.model.threads} threads of {os.cpu_count()} cores "
+            f"({platform.machine()}). "
             f"Prefill fits within {prefill.largest_error:.1%}, decode within {decode.largest_error:.1%}. Link: two "
             f"connections over loopback. Host: one thread copying memory. SSD: the disk of the model cache, {ways}. "
             "Sizes are those of `moonpool serve` with the same options."

@@ -76,9 +76,10 @@ def _python() -> Finding:
 
 def _cores() -> Finding:
     count = machine.cores()
+    vectors = "" if machine.has_avx2() else ", no AVX2: --quantize int8 will be refused"
     if count < 2:
-        return Finding("poor", "CPU", f"{count} core", "prefill and decode will share it")
-    return Finding("ok", "CPU", f"{count} cores")
+        return Finding("poor", "CPU", f"{count} core{vectors}", "prefill and decode will share it")
+    return Finding("ok", "CPU", f"{count} cores{vectors}")
 
 
 def _memory() -> Finding:

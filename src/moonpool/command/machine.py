@@ -16,6 +16,9 @@ PROCESS_BYTES = 64 << 20
 TORCH_BYTES = 300 << 20
 """Of one with torch and transformers loaded, roughly."""
 
+QUANTIZED = 4
+"""Times that weights in int8 are smaller; embeddings stay as they are, but few of their pages are read."""
+
 SMALLEST_SLAB = 1 << 20
 
 
@@ -37,6 +40,8 @@ def needed_memory(config: Config, weights: Path | None) -> int:
     if weights is None:
         return total + workers * PROCESS_BYTES
     files = sum(file.stat().st_size for file in weights.glob("*.safetensors"))
+    if config.model.quantize == "int8":
+        files //= QUANTIZED
     whole = workers if fleet.coupled else workers - fleet.prefill + fleet.prefill / config.batch.pipeline
     return total + workers * TORCH_BYTES + int(whole * files)
 
@@ -97,6 +102,11 @@ def free_disk(directory: Path) -> int:
 def cores() -> int:
     """CPUs that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def has_avx2(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the CPUs have it; int8 weights need it."""
+    return any(line.startswith("flags") and "avx2" in line.split() for line in _lines(cpuinfo))
 
 
 def gib(size: int) -> str:

@@ -40,8 +40,11 @@ class Screen:
         fleet = config.fleet
         workers = f"{fleet.coupled} coupled" if fleet.coupled else f"{fleet.prefill} prefill, {fleet.decode} decode"
         workers += f", {fleet.inline} coupled for short prompts" if fleet.inline else ""
+        computed = config.model.engine
+        if computed == "torch" and config.model.quantize != "none":
+            computed += f", weights in {config.model.quantize}"
         self._say(
-            f"[bold]moonpool[/] serves {escape(config.served_name)} ({config.model.engine}): "
+            f"[bold]moonpool[/] serves {escape(config.served_name)} ({computed}): "
             f"{workers}, {fleet.nodes} node{'s' if fleet.nodes > 1 else ''}"
         )
         if config.model.engine == "timed":

@@ -43,8 +43,9 @@ def serve(config: Config, token: str | None, find_model: Callable[[Config], Path
     config = msgspec.structs.replace(config, front=msgspec.structs.replace(config.front, port=port))
     check_pipeline(config)
     model = find_model(config)
-    if config.model.engine == "torch" and config.model.model not in PULLABLE:
-        check_model(model)
+    is_checked = config.model.model in PULLABLE and config.model.quantize == "none"
+    if config.model.engine == "torch" and not is_checked:
+        check_model(model, config.model.dtype, config.model.quantize)
     machine.check_memory(config, model if config.model.engine == "torch" else None)
     machine.check_ssd(config)
     named = msgspec.structs.replace(config.model, model=str(model), served_model_name=config.served_name)
@@ -94,9 +95,10 @@ def check_pipeline(config: Config) -> None:
         )
 
 
-def check_model(model: Path) -> None:
+def check_model(model: Path, dtype: str, quantize: str) -> None:
     """Raises ModelError for a kind of model that the engine does not compute. In its own process: torch is large."""
     command = [sys.executable, "-P", "-m", "moonpool", "check-model", str(model)]
+    command += ["--dtype", dtype, "--quantize", quantize]
     try:
         checked = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_SECONDS)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""What quantized weights cost: perplexity and greedy agreement beside the same model in float32, on a text of our own."""
+"""What quantized weights cost: perplexity and greedy agreement beside the same model in float32, on our own text."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Weights are int8 with a scale for each output, activations are rounded to int8 w
 are summed exactly in integers, and what leaves is float32. A row of one of these layers is therefore the same to the
 last bit in whatever batch it is computed.
 
-Two things keep it accurate (docs/decisions/0013):
+Two things keep it accurate (docs/decisions/0016):
 
 - Inputs are first rotated, 64 at a time, by a Hadamard matrix, which spreads the few large activations of a token over
   their neighbours (QuaRot, arXiv 2404.00456); weights are rotated alike at load, so the product is the same.
@@ -17,12 +17,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from moonpool.engine.loading import forget_pages, trim_memory
+from moonpool.engine.linear import joined_bias
+from moonpool.engine.loading import forget_pages
 from moonpool.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 SCHEME = "int8-rows-1"
 """Part of the key space: changes whenever the arithmetic does, since other weights make other KVCache."""
@@ -40,7 +45,7 @@ _OPERATION = "linear_with_input_q_dq_qweight_dq_output_fp32"
 
 
 class Int8Linear(nn.Module):
-    """One linear layer in int8, out of one or several with the same input, whose outputs follow each other."""
+    """One linear layer in int8 out of several with the same input (`linear.MakeLinear`)."""
 
     def __init__(self, parts: Sequence[nn.Linear]) -> None:
         super().__init__()
@@ -51,7 +56,7 @@ class Int8Linear(nn.Module):
             for slab in part.weight.detach().split(max(1, SLAB // part.in_features))
         ]
         self._packed = _packed(torch.cat([levels for levels, _ in pieces]), torch.cat([scale for _, scale in pieces]))
-        self._bias = _joined_bias(parts)
+        self._bias = joined_bias(parts)
         forget_pages([part.weight for part in parts])
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -65,31 +70,22 @@ class Int8Linear(nn.Module):
         return out
 
 
-def quantize_model(model: nn.Module, name: str) -> None:
-    """Replace a model's linear layers one by one, the head included; embeddings and norms stay.
+def check_supported(config: PretrainedConfig, name: str, dtype: str, device: str = "cpu") -> None:
+    """Raises ModelError where int8 cannot be computed.
 
-    Raises ModelError for a mixture of experts, whose experts are no linear layers here and would stay as they are.
+    Experts of a mixture are no linear layers in transformers, so most weights would stay as they are.
     """
-    if any(parameter.dim() == 3 for parameter in model.parameters()):
-        raise ModelError(f"{name}: --quantize int8 does not cover mixtures of experts yet: leave it out")
-    for parent in list(model.modules()):
-        for child_name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear):
-                setattr(parent, child_name, Int8Linear([child]))
-    trim_memory()
-
-
-def check_supported(dtype: torch.dtype, device: torch.device) -> None:
-    """Raises ModelError where int8 cannot be computed."""
-    if device.type != "cpu" or dtype != torch.float32:
+    if any(getattr(config, count, None) for count in ("num_experts", "num_local_experts")):
+        raise ModelError(f"{name}: --quantize int8 does not cover mixtures of experts: leave it out")
+    if device != "cpu" or dtype != "float32":
         raise ModelError(
-            f"--quantize int8 computes on a CPU with float32 activations, not {dtype} on {device.type}: "
-            "leave --quantize out, or take --dtype float32"
+            f"--quantize int8 computes on a CPU with float32 activations, not with {dtype} on {device}: "
+            "leave it out, or take --dtype float32"
         )
     if "fbgemm" not in torch.backends.quantized.supported_engines or not hasattr(torch.ops.quantized, _OPERATION):
         raise ModelError(
             f"--quantize int8 needs FBGEMM, which torch {torch.__version__} does not have on this machine "
-            "(x86-64 with AVX2): leave --quantize out"
+            "(x86-64 with AVX2): leave it out"
         )
 
 
@@ -119,14 +115,6 @@ def _rotated(inputs: int) -> int:
 
 def _rotate(rows: Tensor, rotation: Tensor) -> Tensor:
     return torch.mm(rows.reshape(-1, len(rotation)), rotation).view(rows.shape)
-
-
-def _joined_bias(parts: Sequence[nn.Linear]) -> Tensor | None:
-    if all(part.bias is None for part in parts):
-        return None
-    return torch.cat(
-        [part.bias if part.bias is not None else torch.zeros(part.out_features) for part in parts]
-    ).detach()
 
 
 def _packed(levels: Tensor, scale: Tensor) -> object:

@@ -18,11 +18,11 @@ from moonpool.engine.engine import Bytes, Draw, Row
 from moonpool.engine.families import inspect
 from moonpool.engine.layers import replace
 from moonpool.engine.linear import linear_maker
-from moonpool.engine.loading import end_tokens, keep_freed_memory, load_config, load_model
+from moonpool.engine.loading import end_tokens, keep_freed_memory, load_config, load_model, trim_memory
 from moonpool.engine.model import fingerprint
 from moonpool.engine.pages import DevicePages, Pages
 from moonpool.engine.pipeline import layers_of
-from moonpool.engine.quantize import SCHEME, check_supported, quantize_model
+from moonpool.engine.quantize import SCHEME, Int8Linear, check_supported
 from moonpool.engine.sampling import draw
 from moonpool.errors import ModelError
 
@@ -62,12 +62,15 @@ class TorchEngine:
         self.shape = shape = inspect(config, path.name)
         self.device = torch.device(device)
         if quantize != "none":
-            check_supported(DTYPES[dtype], self.device)
+            check_supported(config, path.name, dtype, self.device.type)
         self._layers = layers_of(config, shape, stage)
         self._model: PreTrainedModel = load_model(
             path, config, DTYPES[dtype], self.device, None if stage[1] == 1 else self._layers
         )
-        replace(self._model, self._model.model.layers, linear_maker(DTYPES[dtype], self.device))
+        make = linear_maker(DTYPES[dtype], self.device) if quantize == "none" else Int8Linear
+        replace(self._model, self._model.model.layers, make)
+        if quantize != "none":
+            trim_memory()
         self._hidden_type = DTYPES[dtype]
         self._hidden_size = int(config.hidden_size)
         self._pages = self._make_pages(page_count, block_tokens, DTYPES[dtype])

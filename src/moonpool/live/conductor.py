@@ -191,7 +191,7 @@ class _Driver:
         ]
         if others and self._spaces.get(event.peer.id) != (event.model, event.space.id):
             log.warning(
-                "%s cannot share KVCache with %s: its model, dtype, layout or block size is another one",
+                "%s cannot share KVCache with %s: its model, dtype, quantization, layout or block size is another one",
                 event.peer.id,
                 ", ".join(others),
             )
