@@ -40,7 +40,7 @@ class Screen:
         fleet = config.fleet
         workers = f"{fleet.coupled} coupled" if fleet.coupled else f"{fleet.prefill} prefill, {fleet.decode} decode"
         workers += f", {fleet.inline} coupled for short prompts" if fleet.inline else ""
-        computed = config.model.engine
+        computed: str = config.model.engine
         if computed == "torch" and config.model.quantize != "none":
             computed += f", weights in {config.model.quantize}"
         self._say(
