@@ -53,7 +53,7 @@ class Int8Linear(nn.Module):
         pieces = [
             quantized_rows(_rotate(slab.float(), self._rotation))
             for part in parts
-            for slab in part.weight.detach().split(max(1, SLAB // part.in_features))
+            for slab in torch.split(part.weight.detach(), max(1, SLAB // part.in_features))
         ]
         self._packed = _packed(torch.cat([levels for levels, _ in pieces]), torch.cat([scale for _, scale in pieces]))
         self._bias = joined_bias(parts)
@@ -94,7 +94,7 @@ def quantized_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 
     The scale is the largest sum of two neighbours (2i, 2i + 1) of one sign over 127; rounded, no pair exceeds 128.
     """
-    pairs = nn.functional.pad(weight, (0, weight.shape[1] % 2)).unflatten(1, (-1, 2))
+    pairs = nn.functional.pad(weight, (0, weight.shape[1] % 2)).view(len(weight), -1, 2)
     sums = torch.maximum(pairs.clamp(min=0).sum(-1), pairs.clamp(max=0).sum(-1).neg_())
     scale = (sums.amax(1) / LEVELS).clamp_(min=SMALLEST)
     return (weight / scale[:, None]).round_().to(torch.int8), scale
@@ -114,7 +114,8 @@ def _rotated(inputs: int) -> int:
 
 
 def _rotate(rows: Tensor, rotation: Tensor) -> Tensor:
-    return torch.mm(rows.reshape(-1, len(rotation)), rotation).view(rows.shape)
+    rotated: Tensor = torch.mm(rows.reshape(-1, len(rotation)), rotation).view(rows.shape)
+    return rotated
 
 
 def _packed(levels: Tensor, scale: Tensor) -> object:
