@@ -15,6 +15,7 @@ Two things keep it accurate (docs/decisions/0016):
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -105,7 +106,7 @@ def hadamard(size: int) -> Tensor:
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return matrix / size**0.5
+    return matrix / math.sqrt(size)
 
 
 def _rotated(inputs: int) -> int:
