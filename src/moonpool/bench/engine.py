@@ -27,10 +27,10 @@ from moonpool.bench.result import Bar, bar, print_result
 from moonpool.engine.model import resolve
 from moonpool.errors import MoonpoolError
 
-OURS, PEER, READ = "moonpool", "vLLM", "weights read once"
+OURS, INT8, PEER = "moonpool", "moonpool int8", "vLLM"
 COMPILE_SECONDS = 900.0
 """vLLM compiles its model at its first start."""
-POINT, MEAN = 0.97, 1.0
+POINT, MEAN, INT8_TIMES = 0.97, 1.0, 1.8
 TABLE_COLUMNS = 110
 
 
@@ -123,8 +123,10 @@ def _peer(console: Console, left_out: bool) -> tuple[Peer | None, str]:
 def _sides(path: Path, threads: int, peer: Peer | None, folder: Path) -> Iterator[dict[str, Worker]]:
     ours = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     with contextlib.ExitStack() as stack:
-        start = ("moonpool.bench.engine_side", [str(path), str(threads)], sys.executable, ours)
-        sides = {OURS: stack.enter_context(worker(OURS, folder, *start))}
+        sides = {}
+        for name, quantize in ((OURS, "none"), (INT8, "int8")):
+            start = ("moonpool.bench.engine_side", [str(path), str(threads), quantize], sys.executable, ours)
+            sides[name] = stack.enter_context(worker(name, folder, *start))
         if peer is not None:
             environment = vllm_cpu.environment(peer, threads)
             other = ("moonpool.bench.peer_vllm", [str(path)], str(peer.python), environment)
@@ -145,9 +147,9 @@ def _measure(figures: Figures, sides: dict[str, Worker], case: Case, turn: int, 
 
 def _print(console: Console, figures: Figures, cases: Sequence[Case], read: float) -> None:
     """`read`: seconds for the weights once, the least that a step of one stream can take."""
-    names = [name for name in (OURS, PEER) if (cases[0], name) in figures.rates]
+    names = [name for name in (OURS, INT8, PEER) if (cases[0], name) in figures.rates]
     count = len(figures.rates[cases[0], OURS])
-    table = Table("tokens/s", title=f"SmolLM2-135M, float32: median (min–max) of {count} turns")
+    table = Table("tokens/s", title=f"SmolLM2-135M, float32 (and int8): median (min–max) of {count} turns")
     for name in names:
         table.add_column(name, justify="right")
     if PEER in names:
@@ -172,6 +174,11 @@ def _bars(figures: Figures, cases: Sequence[Case], lack: str) -> list[Bar]:
     found = [bar(f"{case}, times vLLM", ratio, POINT, reason=lack) for case, ratio in zip(cases, ratios, strict=True)]
     known = [ratio for ratio in ratios if ratio is not None]
     mean = statistics.geometric_mean(known) if known else None
+    found += [
+        bar(f"{case}, int8, times vLLM float32", figures.ratio(case, INT8, PEER), INT8_TIMES, reason=lack)
+        for case in cases
+        if case.do == "decode" and case.size in (1, 8)
+    ]
     return [*found, bar("all, times vLLM, geometric mean", mean, MEAN, reason=lack)]
 
 

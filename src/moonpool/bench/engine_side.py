@@ -1,4 +1,4 @@
-"""The torch engine as a side of `make bench-engine`. Arguments: model directory, threads."""
+"""The torch engine as a side of `make bench-engine`. Arguments: model directory, threads, none or int8."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ GREEDY = Sampling(seed=0, temperature=0.0, max_tokens=1 << 16, ignore_eos=True)
 
 
 class TorchSide:
-    def __init__(self, path: str, threads: int) -> None:
-        self._engine = TorchEngine(Path(path), page_count=PAGES, threads=threads)
+    def __init__(self, path: str, threads: int, quantize: str) -> None:
+        self._engine = TorchEngine(Path(path), page_count=PAGES, threads=threads, quantize=quantize)
         self._weight_bytes = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
 
     def prefill(self, prompt: Prompt) -> Callable[[], object]:
@@ -84,4 +84,4 @@ class TorchSide:
 
 if __name__ == "__main__":
     with answering() as answer:
-        carry_out_orders(EngineWalk(TorchSide(sys.argv[1], int(sys.argv[2]))).carry_out, answer)
+        carry_out_orders(EngineWalk(TorchSide(sys.argv[1], int(sys.argv[2]), sys.argv[3])).carry_out, answer)
