@@ -134,3 +134,19 @@ def test_a_batch_beyond_the_memory_gathers_its_pages(smollm2: Path, reference: R
         theirs = reference.logits(tokens, [0])[0]
         assert float((before[row] - theirs).abs().max()) < EPSILON
     assert bool(torch.isfinite(before).all())
+
+
+def test_a_context_that_comes_layer_by_layer(roomy: TorchEngine, reference: Reference) -> None:
+    """One token is left to compute, and each layer of the prefix is there only when `on_layer` has waited for it."""
+    prompt = prompt_of(129)
+    for page in (0, 1, 2, 4, 5):
+        roomy.clear(page)
+    roomy.step([Row(prompt, 129, 0, 128, [4, 5])])
+
+    def on_layer(layer: int) -> None:
+        for source, page in ((4, 0), (5, 1)):
+            roomy.run(layer, page)[:] = roomy.run(layer, source)
+
+    drawn = roomy.step([Row(prompt, 129, 128, 1, [0, 1, 2], GREEDY)], on_layer)[0]
+    assert drawn is not None
+    check(reference, [*prompt, drawn.token], 129)

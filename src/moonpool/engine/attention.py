@@ -104,7 +104,8 @@ class Batch:
                 self.chunks.append(self._chunk(first, row))
         self.seated: Seated | None = None
         self.groups: list[DecodeGroup] = []
-        if decodes and contexts is not None:
+        if decodes and contexts is not None and on_layer is None:
+            # With `on_layer` a layer of the context may come only when it is waited for.
             self.seated = contexts.seat([row for _, row in decodes])
         pages.touch(set(written))
         if self.seated is not None and contexts is not None:

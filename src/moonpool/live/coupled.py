@@ -264,7 +264,8 @@ class CoupledWorker:
             if all(job.dropped for job in jobs):
                 raise _StepAbortedError
 
-        return self._engine.step(rows, on_layer)
+        # A step that only decodes is short, and keeps its contexts at hand where nobody looks between its layers.
+        return self._engine.step(rows, on_layer if prefilled else None)
 
     def _chunk_row(self, chunk: Chunk, job: Job) -> Row:
         end = chunk.start + chunk.count
