@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from moonpool.engine.loading import forget_pages
+
 PACKED_FOR_ROWS = 512
 """Rows that the packed layout is chosen for. The layout for a single row is slower, at a single row too."""
 
@@ -19,7 +21,7 @@ MakeLinear = Callable[[Sequence[nn.Linear]], nn.Module]
 
 
 class PackedLinear(nn.Module):
-    """float32 on CPU through oneDNN. The packed weights are private memory; the originals stay mapped from the file."""
+    """float32 on CPU through oneDNN. The packed weights are private memory; what was read of the file is let go."""
 
     def __init__(self, parts: Sequence[nn.Linear]) -> None:
         super().__init__()
@@ -27,6 +29,7 @@ class PackedLinear(nn.Module):
         weights = torch.cat([part.weight.detach() for part in parts])
         packed = torch.ops.mkldnn._reorder_linear_weight(weights, PACKED_FOR_ROWS)
         self.weight = nn.Parameter(packed, requires_grad=False)
+        forget_pages([part.weight for part in parts])
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., inputs] to [..., outputs]."""

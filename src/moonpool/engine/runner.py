@@ -69,8 +69,7 @@ class TorchEngine:
         )
         make = linear_maker(DTYPES[dtype], self.device) if quantize == "none" else Int8Linear
         replace(self._model, self._model.model.layers, make)
-        if quantize != "none":
-            trim_memory()
+        trim_memory()
         self._hidden_type = DTYPES[dtype]
         self._hidden_size = int(config.hidden_size)
         self._pages = self._make_pages(page_count, block_tokens, DTYPES[dtype])
