@@ -7,7 +7,7 @@ from itertools import islice, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moonpool.errors import ConfigError
@@ -57,6 +57,21 @@ PARAMETERS = st.fixed_dictionaries(
 
 @settings(max_examples=40)
 @given(PARAMETERS)
+@example(
+    {
+        "n": 60,
+        "batch": 0,
+        "input": 113_493,
+        "input-spread": 0.25,
+        "output-spread": 0,
+        "documents": 1,
+        "uses": 0,
+        "turns": 3,
+        "pause": 0.25,
+        "added": 684,
+        "seed": 0,
+    }
+)
 def test_whatever_is_asked_for_prompts_are_prefixes_of_one_tree(parameters: dict[str, float]) -> None:
     """Equal ids mean an equal prefix up to there."""
     parent: dict[int, int | None] = {}

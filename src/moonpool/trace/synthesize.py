@@ -144,7 +144,7 @@ class _Alive:
         turns = self._turns
         if turns and turns[0].due <= arrival:
             turn = heapq.heappop(turns)
-            tokens = turn.tokens + _tokens(self._family.added, rng)
+            tokens = min(turn.tokens + _tokens(self._family.added, rng), LONGEST_PROMPT)
             shared: list[int] | tuple[int, ...] = turn.blocks
         else:
             tokens = _tokens(self._family.prompt, rng)
