@@ -5,17 +5,14 @@ It lies in `peers` of Moonpool's cache directory and is made once; what it measu
 
 from __future__ import annotations
 
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
 
-from moonpool.bench.peer import Peer, PeerMissingError, locked, run_or_explain
-from moonpool.engine.model import home
+from moonpool.bench.peer import Peer, PeerMissingError, made_once, new_environment, run_or_explain
 
 VERSION = "1.6.1"
 PACKAGE = f"ai-dynamo-runtime=={VERSION}"
@@ -37,22 +34,13 @@ class PeerFigures(msgspec.Struct, frozen=True):
 
 def set_up(console: Console) -> Peer:
     """Ready to run. Raises PeerMissingError."""
-    folder = home() / "peers" / f"dynamo-{VERSION}"
-    peer = Peer(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder / "lock"):
-            if not (folder / "installed").exists():
-                with console.status(f"Dynamo {VERSION}: a virtual environment of its own (once, 60 MB)"):
-                    shutil.rmtree(folder / "venv", ignore_errors=True)
-                    run_or_explain([sys.executable, "-m", "venv", str(folder / "venv")], peer, "no environment")
-                    pip = [str(peer.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-                    wheel = ["--no-input", "--no-deps", "--only-binary", ":all:", PACKAGE]
-                    run_or_explain([*pip, *wheel], peer, f"pip cannot install {PACKAGE}")
-                (folder / "installed").touch()
-    except OSError as error:
-        raise PeerMissingError(f"cannot write to {folder}: {error.strerror or error}") from error
-    return peer
+
+    def install(peer: Peer) -> None:
+        with console.status(f"Dynamo {VERSION}: a virtual environment of its own (once, 60 MB)"):
+            pip = [*new_environment(peer), "install", "--no-deps", "--only-binary", ":all:"]
+            run_or_explain([*pip, PACKAGE], peer, f"pip cannot install {PACKAGE}")
+
+    return made_once(f"dynamo-{VERSION}", install)
 
 
 def measure(peer: Peer, trace: Path, block_tokens: int) -> PeerFigures:

@@ -1,4 +1,4 @@
-"""Sets up Mooncake Store, the peer of `make bench-store`, in a virtual environment of its own.
+"""Sets up peers, each in a virtual environment of its own; here Mooncake Store, that of `make bench-store`.
 
 It lies in `peers` of Moonpool's cache directory and is made once. Its wheel wants three Debian libraries; where they
 are not installed their packages are unpacked beside it, which changes nothing on the machine.
@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,27 +53,37 @@ class Peer:
 
 
 def set_up(console: Console) -> Peer:
-    """The peer, ready to run. Raises PeerMissingError."""
-    folder = home() / "peers" / f"mooncake-{VERSION}"
-    peer = Peer(folder)
+    """Mooncake Store, ready to run. Raises PeerMissingError."""
+    return made_once(f"mooncake-{VERSION}", lambda peer: _install(peer, console))
+
+
+def made_once(name: str, install: Callable[[Peer], None]) -> Peer:
+    """The peer that lies in `peers` under this name, installed unless it is already. Raises PeerMissingError."""
+    peer = Peer(home() / "peers" / name)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder / "lock"):
-            if not (folder / "installed").exists():
-                _install(peer, console)
-                (folder / "installed").touch()
+        peer.folder.mkdir(parents=True, exist_ok=True)
+        with locked(peer.folder / "lock"):
+            if not (peer.folder / "installed").exists():
+                install(peer)
+                (peer.folder / "installed").touch()
     except OSError as error:
-        raise PeerMissingError(f"cannot write to {folder}: {error.strerror or error}") from error
+        raise PeerMissingError(f"cannot write to {peer.folder}: {error.strerror or error}") from error
     return peer
 
 
+def new_environment(peer: Peer) -> list[str]:
+    """Makes its virtual environment anew; the command of its pip. Raises PeerMissingError."""
+    shutil.rmtree(peer.folder / "venv", ignore_errors=True)
+    run_or_explain([sys.executable, "-m", "venv", str(peer.folder / "venv")], peer, "no virtual environment")
+    return [str(peer.python), "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input"]
+
+
 def _install(peer: Peer, console: Console) -> None:
-    for leftover in ("venv", "libraries", "packages"):
+    for leftover in ("libraries", "packages"):
         shutil.rmtree(peer.folder / leftover, ignore_errors=True)
     with console.status(f"Mooncake Store {VERSION}: a virtual environment of its own (once, 50 MB)"):
-        run_or_explain([sys.executable, "-m", "venv", str(peer.folder / "venv")], peer, "no virtual environment")
-        pip = [str(peer.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
-        run_or_explain([*pip, "--only-binary", ":all:", "numpy", PACKAGE], peer, f"pip cannot install {PACKAGE}")
+        pip = [*new_environment(peer), "install", "--only-binary", ":all:"]
+        run_or_explain([*pip, "numpy", PACKAGE], peer, f"pip cannot install {PACKAGE}")
     if (lack := _what_lacks(peer)) is not None:
         with console.status("Mooncake Store: the Debian libraries that it needs"):
             _unpack_libraries(peer, lack)

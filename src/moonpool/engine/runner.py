@@ -145,10 +145,7 @@ class TorchEngine:
     def step(self, rows: Sequence[Row], on_layer: Callable[[int], None] | None = None) -> list[Draw | None]:
         """See `Engine.step`. Raises ValueError for a row outside its pages or the context."""
         with torch.inference_mode():
-            batch, logits = self._forward(rows, on_layer)
-            drawn = iter(draw([row for row in rows if row.sampling is not None], logits, self.ends))
-        del batch
-        return [None if row.sampling is None else next(drawn) for row in rows]
+            return self._draw(rows, self._forward(rows, on_layer))
 
     def hidden_bytes(self, tokens: int, rows: int) -> int:
         return tokens * self._hidden_size * self._hidden_type.itemsize
@@ -163,15 +160,12 @@ class TorchEngine:
             batch, out = self._compute(rows, hidden, inside)
             if self._layers.stop < self.shape.layers:
                 return np.asarray(out.cpu().contiguous().view(torch.uint8).numpy().reshape(-1))
-            drawn = iter(
-                draw([row for row in rows if row.sampling is not None], self._head(batch, rows, out), self.ends)
-            )
-        return [None if row.sampling is None else next(drawn) for row in rows]
+            return self._draw(rows, self._head(batch, rows, out))
 
     def logits(self, rows: Sequence[Row]) -> Tensor:
         """Compute the rows; [rows with `sampling`, vocabulary] float32 instead of draws, for comparisons."""
         with torch.inference_mode():
-            return self._forward(rows, None)[1]
+            return self._forward(rows, None)
 
     def logits_along(self, tokens: Sequence[int]) -> Tensor:
         """[tokens, vocabulary] float32: what follows each token of a new sequence, which fills the first pages."""
@@ -182,9 +176,14 @@ class TorchEngine:
             row = Row(tokens=tokens, prompt_tokens=len(tokens), start=0, count=len(tokens), pages=list(pages))
             return self._project(self._compute([row], None, None)[1])
 
-    def _forward(self, rows: Sequence[Row], on_layer: Callable[[int], None] | None) -> tuple[Batch, Tensor]:
+    def _draw(self, rows: Sequence[Row], logits: Tensor) -> list[Draw | None]:
+        """`logits`: of the rows with `sampling`."""
+        drawn = iter(draw([row for row in rows if row.sampling is not None], logits, self.ends))
+        return [None if row.sampling is None else next(drawn) for row in rows]
+
+    def _forward(self, rows: Sequence[Row], on_layer: Callable[[int], None] | None) -> Tensor:
         batch, hidden = self._compute(rows, None, on_layer)
-        return batch, self._head(batch, rows, hidden)
+        return self._head(batch, rows, hidden)
 
     def _compute(
         self, rows: Sequence[Row], hidden: Bytes | None, on_layer: Callable[[int], None] | None
