@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +20,10 @@ from moonpool.core.cost import PrefillCoefficients
 from moonpool.engine.engine import Bytes, Row
 from moonpool.engine.runner import TorchEngine
 from moonpool.engine.timed import TimedConfig, TimedEngine, reference_tokens
-from moonpool.live.prefill import STALL_SECONDS
+from moonpool.live.prefill import STALL_SECONDS, PrefillWorker
 from moonpool.live.prefix import Prefix
 from moonpool.messenger.transfer import TAIL
+from moonpool.store.copying import copy
 from tests.exactness import Reference
 from tests.live.kit import BLOCK, random_prompt
 from tests.live.scripted import Layers, Script, all_at_once, prefill
@@ -155,6 +157,53 @@ def test_a_layer_that_is_late_for_its_step_costs_the_step_and_no_more(
     assert answer.first.cached_tokens == (3 if whole is None else whole) * BLOCK
     assert answer.counters["late_layers"] == 1
     assert answer.counters["stall_seconds"] >= STALL_SECONDS / 2
+    for index, block in enumerate(blocks):
+        assert np.array_equal(answer.kv(index), block)
+
+
+def test_what_is_given_up_is_not_computed_while_its_layers_are_stored(
+    timed: TimedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages of such blocks are cleared for computing; their first layers may still be on their way to decode."""
+    prompt, token = prompt_of(4 * BLOCK + 1)
+    blocks = computed(timed, prompt)
+    store, clear = PrefillWorker._store_hits, timed.clear
+    storing = threading.Lock()
+
+    def slowly_stored(*arguments: Any) -> None:
+        with storing:
+            time.sleep(0.1)
+            store(*arguments)
+
+    def watched(page: int) -> None:
+        assert not storing.locked()
+        clear(page)
+
+    monkeypatch.setattr(PrefillWorker, "_store_hits", slowly_stored)
+    monkeypatch.setattr(timed, "clear", watched)
+    answer = prefill(timed, prompt, blocks[:2], only(1, 2))
+    assert answer.first is not None
+    assert (answer.first.token, answer.first.cached_tokens) == (token, BLOCK)
+    for index, block in enumerate(blocks):
+        assert np.array_equal(answer.kv(index), block)
+
+
+def test_a_prefix_that_cannot_be_copied_is_computed(timed: TimedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, token = prompt_of(4 * BLOCK + 1)
+    blocks = computed(timed, prompt)
+    copies = []
+
+    def fails(target: Bytes, source: Bytes) -> None:
+        copies.append(source)
+        if len(copies) > 3:
+            raise MemoryError
+        copy(target, source)
+
+    monkeypatch.setattr("moonpool.live.prefix.copy", fails)
+    answer = prefill(timed, prompt, blocks[:2])
+    assert len(copies) == 4
+    assert answer.first is not None
+    assert (answer.first.token, answer.first.cached_tokens) == (token, 0)
     for index, block in enumerate(blocks):
         assert np.array_equal(answer.kv(index), block)
 

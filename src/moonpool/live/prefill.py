@@ -329,17 +329,21 @@ class PrefillWorker:
             await prefix.stop()
         elif not await (prefix.enough(chunk, until) if by_layers else prefix.complete(until)):
             log.info("request %s: not all of its %d cached blocks came", job.work.label, prefix.blocks)
-            await prefix.cut()
+            await self._give_up_rest(job, prefix)
+
+    async def _give_up_rest(self, job: _Job, prefix: Prefix) -> None:
+        """The blocks that are not whole will be computed, in pages whose layers may be on their way to decode."""
+        await prefix.cut()
+        if job.sink is not None:
+            await job.sink.settle()
 
     async def _load_again(self, job: _Job) -> None:
         """Its step went on without a layer. It begins again with the blocks that are whole; nothing of it is stored."""
         assert job.prefix is not None
         prefix = job.prefix
         seconds = patience(self._cost.seconds(prefix.blocks * self._block, 0), job.time_left())
-        if not await prefix.complete(time.monotonic() + seconds):
-            await prefix.cut()
-        if job.sink is not None:
-            await job.sink.settle()
+        await prefix.complete(time.monotonic() + seconds)
+        await self._give_up_rest(job, prefix)
         job.stumbled = False
         self._feed(core.Loaded(*job.id, job.hit_blocks))
 

@@ -68,6 +68,8 @@ class Prefix:
         self._next = self._layers.start
         """The layer to be copied next."""
         self._is_copying = False
+        self._is_broken = False
+        """Copying failed: the pages hold anything."""
         self._is_over = not self.blocks
         self._began = time.monotonic()
         self._changed = threading.Condition()
@@ -116,7 +118,8 @@ class Prefix:
     async def cut(self) -> None:
         """Give up all but the blocks that are whole now. Afterwards nothing writes into the pages of the others."""
         with self._changed:
-            self.blocks = min(self.blocks, self._coming.whole)
+            if not self.is_complete:
+                self.blocks = 0 if self._is_broken else min(self.blocks, self._coming.whole)
         self._go_on()
         while True:
             self._news.clear()
@@ -134,7 +137,7 @@ class Prefix:
 
     def _is_hopeless(self) -> bool:
         """What is lacking will not come, but for what the thread is about to copy."""
-        return self._coming.is_over and self.blocks > self._coming.whole
+        return self._is_broken or (self._coming.is_over and self.blocks > self._coming.whole)
 
     async def _news_before(self, until: float) -> bool:
         with suppress(TimeoutError):
@@ -166,6 +169,8 @@ class Prefix:
     def _available(self) -> int:
         """Layers of the blocks that are still wanted."""
         coming = self._coming
+        if self._is_broken:
+            return self._next
         return self._layers.stop if self.blocks <= coming.whole else min(coming.runs, self._layers.stop)
 
     def _copy_layer(self) -> None:
@@ -178,11 +183,13 @@ class Prefix:
                 copy(self._engine.run(layer, page), view[start : start + size])
             if blocks:
                 self._on_layer(layer, blocks)
-        finally:
-            with self._changed:
-                self._next += 1
-                self._is_copying = False
-            self._go_on()
+        except Exception:
+            log.exception("layer %d of a prefix could not be copied", layer)
+            self._is_broken = True
+        with self._changed:
+            self._next += not self._is_broken
+            self._is_copying = False
+        self._go_on()
 
     def _tell(self) -> None:
         with self._changed:
