@@ -17,7 +17,8 @@ from moonpool.messenger.transfer import TAIL
 from moonpool.store.catalogue import Place
 from moonpool.store.claims import Claim
 from moonpool.store.extents import PAGE_BYTES, Extents
-from moonpool.store.ledger import Lease, Ledger
+from moonpool.store.leases import Lease
+from moonpool.store.ledger import Ledger
 from moonpool.store.pins import PIN_SHARE
 from moonpool.store.rooms import ClientId, Room, RoomId, Waiter
 from moonpool.store.watches import Watch
@@ -223,7 +224,7 @@ class LedgerMachine(RuleBasedStateMachine):
         known = self.find(request)
         expected = None if known else self.open(keys, tail_tokens, whole=True)
         try:
-            lacking = self.ledger.reserve(*request, SPACE, keys, tail_tokens, float(expires))
+            lacking = self.ledger.rooms.reserve(*request, SPACE, keys, tail_tokens, float(expires))
         except PoolError:
             assert expected is None
             assert known is None
@@ -234,7 +235,7 @@ class LedgerMachine(RuleBasedStateMachine):
             room, evicted = expected
             assert list(lacking) == [i for i, slot in room.slots.items() if isinstance(slot, Own) and i != TAIL]
             room.reserved = request
-            self.rooms[self.ledger._reserved[request].id] = room
+            self.rooms[self.ledger.rooms._reserved[request].id] = room
             self.listen(set(), evicted)
 
     @rule(client=clients, keys=prompts, tail_tokens=tails)
@@ -242,7 +243,7 @@ class LedgerMachine(RuleBasedStateMachine):
         expected = self.open(keys, tail_tokens, whole=False)
         assert expected is not None
         model, evicted = expected
-        room = self.ledger.open(client, SPACE, keys, tail_tokens)
+        room = self.ledger.rooms.open(client, SPACE, keys, tail_tokens)
         model.writers.add(client)
         self.rooms[room.id] = model
         self.listen(set(), evicted)
@@ -251,7 +252,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def open_each(self, client: ClientId, keys: list[BlockKey]) -> None:
         expected = self.open(keys, 0, whole=True)
         try:
-            room = self.ledger.open_each(client, SPACE, keys, ())
+            room = self.ledger.rooms.open_each(client, SPACE, keys, ())
         except PoolError:
             assert expected is None
             return
@@ -267,7 +268,7 @@ class LedgerMachine(RuleBasedStateMachine):
         number, room = self.pick_room(pick)
         checksums = [7] * (len(room.given) * len(RUNS) + (not is_right))
         try:
-            self.ledger.commit(client, number, checksums)
+            self.ledger.rooms.commit(client, number, checksums)
         except PoolError:
             assert client not in room.writers or not is_right or room.reserved is not None
             return
@@ -286,7 +287,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(pick=picks, client=clients)
     def complete_blocks(self, pick: int, client: ClientId) -> None:
         number, room = self.pick_room(pick)
-        self.ledger.complete_blocks(client, number, room.given, [7] * (len(room.given) * len(RUNS)))
+        self.ledger.rooms.complete_blocks(client, number, room.given, [7] * (len(room.given) * len(RUNS)))
         stored: set[BlockKey] = set()
         for index in room.given if client in room.writers and not room.ended else ():
             slot = room.slots[index]
@@ -298,7 +299,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def join(self, client: ClientId, request: tuple[RequestId, int]) -> None:
         known = self.find(request)
         try:
-            room = self.ledger.join(client, *request)
+            room = self.ledger.rooms.join(client, *request)
         except PoolError:
             assert known is None
         else:
@@ -309,7 +310,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(client=clients, request=requests)
     def await_room(self, client: ClientId, request: tuple[RequestId, int]) -> None:
         known = self.find(request)
-        waiter = self.ledger.await_room(client, *request)
+        waiter = self.ledger.rooms.await_room(client, *request)
         if known is None:
             self.answers[waiter] = False
         elif known[1].is_whole:
@@ -325,7 +326,7 @@ class LedgerMachine(RuleBasedStateMachine):
         room, waiter = waiters[pick % len(waiters)]
         del room.waiters[waiter]
         self.answers[waiter] = False
-        self.ledger.give_up(waiter)
+        self.ledger.rooms.give_up(waiter)
 
     @precondition(lambda self: self.rooms)
     @rule(pick=picks, client=clients, which=picks, runs=st.sampled_from([(0, 1), (1, 2), (0, 3), (2, 1)]))
@@ -335,7 +336,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def write(self, number: RoomId, client: ClientId, index: int, first: int, count: int) -> None:
         room = self.rooms[number]
-        self.ledger.complete(client, number, [(index, first, count)], [7] * count)
+        self.ledger.rooms.complete(client, number, [(index, first, count)], [7] * count)
         stored: set[BlockKey] = set()
         if client in room.writers and not room.ended:
             slot = room.slots[index]
@@ -360,7 +361,7 @@ class LedgerMachine(RuleBasedStateMachine):
         number = rooms[pick % len(rooms)]
         client = min(self.rooms[number].writers | self.rooms[number].readers)
         self.leave(number, client)
-        self.ledger.close(client, number)
+        self.ledger.rooms.close(client, number)
 
     @precondition(lambda self: self.rooms)
     @rule(pick=picks, client=clients)
@@ -368,12 +369,12 @@ class LedgerMachine(RuleBasedStateMachine):
         number, room = self.pick_room(pick)
         if client in room.writers | room.readers:
             self.leave(number, client)
-        self.ledger.close(client, number)
+        self.ledger.rooms.close(client, number)
 
     @rule(request=requests)
     def release_room(self, request: tuple[RequestId, int]) -> None:
         known = self.find(request)
-        assert self.ledger.end_reserved(*request) == (known is not None)
+        assert self.ledger.rooms.end_reserved(*request) == (known is not None)
         if known is not None:
             self.end(known[0])
 
@@ -383,9 +384,9 @@ class LedgerMachine(RuleBasedStateMachine):
             number
             for number, room in self.rooms.items()
             if room.reserved and not (room.ended or room.writers or room.readers or room.waiters)
-            if self.ledger._rooms[number].expires <= now
+            if self.ledger.rooms._rooms[number].expires <= now
         ]
-        assert self.ledger.expire(float(now)) == len(late)
+        assert self.ledger.rooms.expire(float(now)) == len(late)
         for number in late:
             self.end(number)
 
@@ -394,14 +395,14 @@ class LedgerMachine(RuleBasedStateMachine):
         leading = 0
         while leading < len(keys) and keys[leading] in self.resident:
             leading += 1
-        lease = self.ledger.lease(client, SPACE, keys)
+        lease = self.ledger.leases.leading(client, SPACE, keys)
         assert [block.key for block in lease.blocks] == keys[:leading]
         assert all(block.is_complete for block in lease.blocks)
         self.leases[lease.id] = (lease, keys[:leading])
 
     @rule(client=clients, keys=blocks)
     def lease_each(self, client: ClientId, keys: list[BlockKey]) -> None:
-        lease, found = self.ledger.lease_each(client, SPACE, keys)
+        lease, found = self.ledger.leases.each(client, SPACE, keys)
         assert [block and block.key for block in found] == [key if key in self.resident else None for key in keys]
         self.leases[lease.id] = (lease, [key for key in keys if key in self.resident])
 
@@ -460,7 +461,7 @@ class LedgerMachine(RuleBasedStateMachine):
         number = sorted(self.leases)[pick % len(self.leases)]
         lease, _ = self.leases[number]
         try:
-            self.ledger.release(client, lease.id)
+            self.ledger.leases.end(client, lease.id)
         except PoolError:
             assert client != lease.client
         else:
@@ -566,7 +567,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_two_blocks_share_bytes(self) -> None:
-        rooms: list[Room] = list(self.ledger._rooms.values())
+        rooms: list[Room] = list(self.ledger.rooms._rooms.values())
         own = [block.offset for room in rooms for block in room.own()]
         leased = {block.offset for lease, _ in self.leases.values() for block in lease.blocks}
         assert len(own) == len(set(own))
@@ -577,7 +578,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ledger.claims.end(claim)
         for client in range(1, 4):
             self.ledger.leave_all(ClientId(client))
-        self.ledger.expire(1e9)
+        self.ledger.rooms.expire(1e9)
         self.ledger.pins.expire(1e9)
         self.ledger.check_integrity()
         counters = self.ledger.counters()

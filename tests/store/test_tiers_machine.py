@@ -24,7 +24,8 @@ from moonpool.messenger.transfer import Bytes
 from moonpool.store.arena import Arena
 from moonpool.store.disks import Disks, _Volume
 from moonpool.store.extents import PAGE_BYTES
-from moonpool.store.ledger import Lease, Ledger
+from moonpool.store.leases import Lease
+from moonpool.store.ledger import Ledger
 from moonpool.store.loader import Hold, Loader
 from moonpool.store.rooms import ClientId
 from moonpool.store.shelf import Saves
@@ -136,7 +137,7 @@ class TiersMachine(RuleBasedStateMachine):
     @rule(client=clients, keys=prompts, whole=st.integers(0, 4))
     def put(self, client: ClientId, keys: list[BlockKey], whole: int) -> None:
         """All, or as far as the client got when it died: half a block more."""
-        room = self.ledger.open(client, SPACE, keys)
+        room = self.ledger.rooms.open(client, SPACE, keys)
         for index, key in enumerate(keys):
             block = room.blocks[index]
             if block is None or block.resident:
@@ -144,15 +145,15 @@ class TiersMachine(RuleBasedStateMachine):
             runs = SPACE.runs if index < whole else 1
             data = CONTENTS[key][: runs * SPACE.run_bytes]
             self.arena.slice(block.offset, data.nbytes)[:] = data
-            self.ledger.complete(client, room.id, [(index, 0, runs)], run_checksums(data, runs))
+            self.ledger.rooms.complete(client, room.id, [(index, 0, runs)], run_checksums(data, runs))
             if runs < SPACE.runs:
                 break
             self.written.add(key)
-        self.ledger.close(client, room.id)
+        self.ledger.rooms.close(client, room.id)
 
     @rule(client=clients, keys=prompts)
     def lease(self, client: ClientId, keys: list[BlockKey]) -> None:
-        lease = self.ledger.lease(client, SPACE, keys)
+        lease = self.ledger.leases.leading(client, SPACE, keys)
         assert [block.key for block in lease.blocks] == keys[: len(lease.blocks)]
         self.leases.append(lease)
 
@@ -160,7 +161,7 @@ class TiersMachine(RuleBasedStateMachine):
     @rule(pick=picks)
     def release(self, pick: int) -> None:
         lease = self.leases.pop(pick % len(self.leases))
-        self.ledger.release(lease.client, lease.id)
+        self.ledger.leases.end(lease.client, lease.id)
 
     @rule(client=clients)
     def die(self, client: ClientId) -> None:
@@ -229,12 +230,12 @@ class TiersMachine(RuleBasedStateMachine):
             for number in (0, 1):
                 while self.volume(number).queue:
                     self.read(number)
-            lease = self.ledger.lease(ClientId(9), SPACE, [key])
+            lease = self.ledger.leases.leading(ClientId(9), SPACE, [key])
             assert [self.view(block.offset) for block in lease.blocks] == [bytes(CONTENTS[key])] * len(lease.blocks)
             assert not lease.blocks or key in self.written
             if is_in_dram or (is_on_ssd and has_room and not may_fail):
                 assert lease.blocks, "what was kept is served"
-            self.ledger.release(ClientId(9), lease.id)
+            self.ledger.leases.end(ClientId(9), lease.id)
 
     @rule(number=volumes, broken=st.booleans())
     def break_or_mend(self, number: int, broken: bool) -> None:

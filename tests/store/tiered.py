@@ -58,8 +58,8 @@ class Tiered:
 
     def put(self, keys: Sequence[BlockKey]) -> None:
         with contextlib.ExitStack() as stack:
-            room = self.ledger.open(CLIENT, self.space, keys)
-            stack.callback(self.ledger.close, CLIENT, room.id)
+            room = self.ledger.rooms.open(CLIENT, self.space, keys)
+            stack.callback(self.ledger.rooms.close, CLIENT, room.id)
             for index, key in enumerate(keys):
                 block = room.blocks[index]
                 if block is None or block.resident:
@@ -67,7 +67,7 @@ class Tiered:
                 data = bytes_of(key, self.space.block_bytes)
                 self.arena.slice(block.offset, block.nbytes)[:] = data
                 runs = self.space.runs
-                self.ledger.complete(CLIENT, room.id, [(index, 0, runs)], run_checksums(data, runs))
+                self.ledger.rooms.complete(CLIENT, room.id, [(index, 0, runs)], run_checksums(data, runs))
 
     def put_gently(self, keys: Sequence[BlockKey]) -> None:
         """One at a time, so that the disk keeps up and nothing is lost."""
@@ -85,11 +85,11 @@ class Tiered:
 
     async def get_later(self, key: BlockKey, seconds: float = 5.0) -> bytes | None:
         with await self.loader.load(self.space, [key], seconds):
-            lease = self.ledger.lease(CLIENT, self.space, [key])
+            lease = self.ledger.leases.leading(CLIENT, self.space, [key])
             try:
                 return bytes(self.view(lease.blocks[0].offset)) if lease.blocks else None
             finally:
-                self.ledger.release(CLIENT, lease.id)
+                self.ledger.leases.end(CLIENT, lease.id)
 
     def view(self, offset: int) -> Bytes:
         return self.arena.slice(offset, self.space.block_bytes)

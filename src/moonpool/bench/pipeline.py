@@ -1,9 +1,10 @@
 """`make bench-pipeline`: the first token of long prompts, from one prefill worker and from two that divide the layers.
 
-Three live clusters of the real model stand side by side, and each prompt goes to one after another: a worker with one
-thread, a pipeline of two workers with one thread each, and a worker with two threads, which has as many cores as the
-pipeline. How busy each stage was in the seconds of a prompt is told by the stages' own counters. Then the simulator
-says what pipelines of machines with 8 GPUs would make of prompts of 8k to 128k tokens.
+Live clusters of the real model stand side by side, and each prompt goes to one after another: a worker with one thread,
+a pipeline of two workers with one thread each, and a worker with two threads, which has as many cores as the pipeline.
+Two workers that compute a prompt each at once, and have nothing to do with each other, show how much two busy cores of
+this machine are worth: no pipeline is faster. How busy each stage was in the seconds of a prompt is told by the stages'
+own counters. Then the simulator says what pipelines of machines with 8 GPUs would make of prompts of 8k to 128k tokens.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,11 +32,14 @@ from moonpool.bench.result import Bar, bar, print_result
 from moonpool.errors import MoonpoolError
 
 ONE, PIPELINE, THREADS = "1 worker x 1 thread", "pipeline of 2 x 1 thread", "1 worker x 2 threads"
+TWIN, LIMIT = "another worker x 1 thread", "limit: 2 such workers at once"
 OPTIONS = {
     ONE: ("--prefill", "1", "--threads", "1"),
     PIPELINE: ("--prefill", "2", "--pipeline", "2", "--threads", "1"),
     THREADS: ("--prefill", "1", "--threads", "2"),
+    TWIN: ("--prefill", "1", "--threads", "1"),
 }
+SHOWN = (ONE, PIPELINE, THREADS, LIMIT)
 COMMON = ("--dram-per-node", "512MiB", "--journal", "off", "--log-level", "warning")
 LENGTHS = (1024, 2048, 4096)
 TIMES = {2048: 1.6, 4096: 1.75}
@@ -66,8 +71,12 @@ def measure(clusters: dict[str, RunningCluster], lengths: Sequence[int], repetit
     rng = random.Random(4)
     for repetition in range(repetitions + 1):
         for length in lengths if repetition else lengths[:1]:
-            prompt = [rng.randrange(100, 40_000) for _ in range(length)]
-            for name, cluster in clusters.items():
+            prompt, first, second = ([rng.randrange(100, 40_000) for _ in range(length)] for _ in range(3))
+            at_once = two_at_once((clusters[ONE], first), (clusters[TWIN], second))
+            if repetition:
+                results.setdefault((LIMIT, length), Measured()).seconds.append(at_once / 2)
+            for name in (ONE, PIPELINE, THREADS):
+                cluster = clusters[name]
                 before = step_seconds(cluster)
                 seconds = first_token_seconds(cluster, prompt)
                 time.sleep(TOLD_SECONDS)
@@ -91,6 +100,14 @@ def first_token_seconds(cluster: RunningCluster, prompt: Sequence[int]) -> float
     return seconds
 
 
+def two_at_once(*prompts: tuple[RunningCluster, Sequence[int]]) -> float:
+    """Seconds until both have their first token."""
+    began = time.perf_counter()
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        list(pool.map(first_token_seconds, *zip(*prompts, strict=True)))
+    return time.perf_counter() - began
+
+
 def step_seconds(cluster: RunningCluster) -> dict[str, float]:
     """That each prefill worker has computed so far."""
     counters: dict[str, dict[str, float]] = json.loads(cluster.get("/cluster"))["counters"]
@@ -99,11 +116,11 @@ def step_seconds(cluster: RunningCluster) -> dict[str, float]:
 
 def table(results: Results, lengths: Sequence[int]) -> Table:
     shown = Table(
-        "tokens", "cluster", "first token (s)", "min - max", "times", "idle", title="one prompt, nothing cached"
+        "tokens", "cluster", "first token (s)", "min - max", "times", "idle", title="seconds a prompt, nothing cached"
     )
     for length in lengths:
         base = results[ONE, length].seconds
-        for name in OPTIONS:
+        for name in SHOWN:
             measured = results[name, length]
             seconds = measured.seconds
             idle = [

@@ -48,8 +48,8 @@ from moonpool.store.buffers import Buffer, as_pieces
 from moonpool.store.extents import page_aligned
 from moonpool.store.far import FarHome
 from moonpool.store.home import Held, Home, Layers, Wait
-from moonpool.store.ledger import MAX_META_TOKENS
 from moonpool.store.near import NearHome
+from moonpool.store.rooms import MAX_META_TOKENS
 
 T = TypeVar("T")
 

@@ -18,7 +18,8 @@ from moonpool.store.blocks import Block
 from moonpool.store.catalogue import HERE
 from moonpool.store.claims import Claim
 from moonpool.store.desk import ANSWER_SECONDS, Desk
-from moonpool.store.ledger import Lease, Ledger
+from moonpool.store.leases import Lease
+from moonpool.store.ledger import Ledger
 from moonpool.store.loader import Hold, Loader
 from moonpool.store.rooms import ClientId, Room
 
@@ -58,7 +59,7 @@ class Exchange:
 
     def depart(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> LeaseDeparture:
         with self._loader.load_blocking(space, keys):
-            return LeaseDeparture(self._arena, self._ledger, self._ledger.lease_remote(REMOTE, space, keys))
+            return LeaseDeparture(self._arena, self._ledger, self._ledger.leases.remote(REMOTE, space, keys))
 
     def answer(self, question: Question) -> Reply:
         reply = self._desk.answer_now(question)
@@ -76,7 +77,7 @@ class Exchange:
         try:
             keys = unpacked(request.keys)
             with self._hold(request, keys):
-                return LeaseGift(self._arena, self._ledger, *self._ledger.lease_each(REMOTE, space, keys))
+                return LeaseGift(self._arena, self._ledger, *self._ledger.leases.each(REMOTE, space, keys))
         except PoolError as e:
             return str(e)
 
@@ -89,7 +90,7 @@ class Exchange:
                     "bytes: put fewer at once"
                 )
             owner = self._ledger.own_client()
-            room = self._ledger.open_each(owner, request.space, keys, request.metas)
+            room = self._ledger.rooms.open_each(owner, request.space, keys, request.metas)
         except PoolError as e:
             return str(e)
         return RoomIntake(self._arena, self._ledger, owner, room)
@@ -158,7 +159,7 @@ class LeaseDeparture:
         self.checksums = [checksum for block in lease.blocks for checksum in block.checksums]
 
     def close(self) -> None:
-        self._ledger.release(REMOTE, self._lease.id)
+        self._ledger.leases.end(REMOTE, self._lease.id)
 
 
 class LeaseGift:
@@ -170,7 +171,7 @@ class LeaseGift:
         self.metas = [BlockMeta(block.parent, block.index, block.tokens) for block in lease.blocks]
 
     def close(self) -> None:
-        self._ledger.release(REMOTE, self._lease.id)
+        self._ledger.leases.end(REMOTE, self._lease.id)
 
 
 class RoomIntake:
@@ -193,10 +194,10 @@ class RoomIntake:
             at = end
 
     def landed(self, positions: Sequence[int], checksums: Sequence[int]) -> None:
-        self._ledger.complete_blocks(self._owner, self._room.id, positions, checksums)
+        self._ledger.rooms.complete_blocks(self._owner, self._room.id, positions, checksums)
 
     def close(self) -> None:
-        self._ledger.close(self._owner, self._room.id)
+        self._ledger.rooms.close(self._owner, self._room.id)
 
     def tell(self) -> None:
-        self._ledger.tell()
+        self._ledger.rooms.tell()

@@ -44,7 +44,7 @@ class Fetcher:
     def _pull(self, source: NodePeer, space: KeySpace, keys: Sequence[BlockKey], time_left: float) -> Future[int]:
         # The room has an owner of its own: whoever asked for the fetch may die while Messenger writes into the room.
         owner = self._ledger.own_client()
-        room = self._ledger.open(owner, space, keys)
+        room = self._ledger.rooms.open(owner, space, keys)
         wanted: list[int] = []
         for index in room.lacking:
             if room.blocks[index] is None:
@@ -53,7 +53,7 @@ class Fetcher:
         blocks = [block for index in wanted if (block := room.blocks[index]) is not None]
 
         def on_block(position: int, checksums: Sequence[int]) -> None:
-            self._ledger.complete(owner, room.id, [(wanted[position], 0, space.runs)], checksums)
+            self._ledger.rooms.complete(owner, room.id, [(wanted[position], 0, space.runs)], checksums)
 
         try:
             pulled = self._messenger.read(
@@ -65,8 +65,8 @@ class Fetcher:
                 on_block,
             )
         except BaseException:
-            self._ledger.close(owner, room.id)
+            self._ledger.rooms.close(owner, room.id)
             raise
         # Only the future's end means that nothing is written any more, whether or not somebody still waits for it.
-        pulled.add_done_callback(lambda _: self._ledger.close(owner, room.id))
+        pulled.add_done_callback(lambda _: self._ledger.rooms.close(owner, room.id))
         return pulled

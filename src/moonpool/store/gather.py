@@ -216,11 +216,11 @@ class _Pull:
             is_over = not self._claims
         if is_over:
             for room in self._rooms:
-                self._ledger.close(self._owner, room.id)
+                self._ledger.rooms.close(self._owner, room.id)
 
     def _open(self, request: GetBlocks, given: Given) -> list[list[Bytes] | None]:
         keys = [key for key, mark in zip(unpacked(request.keys), given.marks, strict=True) if mark]
-        room = self._ledger.open(self._owner, self.space, keys, metas=given.metas)
+        room = self._ledger.rooms.open(self._owner, self.space, keys, metas=given.metas)
         self._rooms.append(room)
         self.without_room = [key for key, block in zip(keys, room.blocks, strict=True) if block is None]
         return [
@@ -229,7 +229,7 @@ class _Pull:
         ]
 
     def _landed(self, position: int, checksums: Sequence[int]) -> None:
-        self._ledger.complete(self._owner, self._rooms[-1].id, [(position, 0, self.space.runs)], checksums)
+        self._ledger.rooms.complete(self._owner, self._rooms[-1].id, [(position, 0, self.space.runs)], checksums)
 
 
 def _in_turn(key: BlockKey, nodes: Sequence[NodePeer]) -> list[NodePeer]:

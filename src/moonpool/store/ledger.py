@@ -1,69 +1,31 @@
 """The state of a node: who may read and write which bytes of the arena. Synchronous, one lock, no I/O, no clock.
 
 Every method may be called from any thread and returns at once (`claims.take_when_free` excepted). What the ledger calls
-back is called under its lock and may only wake somebody. Whoever else has part of that state (`Claims`, `Catalogue`,
-`Pins`, `Shelf`, `Watches`) has the same lock.
+back is called under its lock and may only wake somebody. Whoever has a part of that state (`Leases`, `Bookings`,
+`Claims`, `Catalogue`, `Pins`, `Shelf`, `Watches`) has the same lock.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import NewType
+from collections.abc import Callable, Sequence
 
 from moonpool.core.events import BlocksRemoved, BlocksStored, Snapshot
 from moonpool.core.eviction import Eviction, EvictionPolicy
-from moonpool.core.vocabulary import (
-    BLOCK_KEY_BYTES,
-    BlockKey,
-    BlockMeta,
-    Incarnation,
-    KeySpace,
-    KeySpaceId,
-    PartId,
-    Peer,
-    RequestId,
-)
-from moonpool.errors import PoolError
+from moonpool.core.vocabulary import BlockKey, Incarnation, KeySpace, PartId
 from moonpool.store.announcements import Announcements
-from moonpool.store.blocks import Block, Blocks
+from moonpool.store.blocks import Blocks
 from moonpool.store.board import Board
+from moonpool.store.bookings import Bookings
 from moonpool.store.catalogue import Catalogue
-from moonpool.store.claims import Claims
-from moonpool.store.extents import Extents, page_aligned
-from moonpool.store.overdue import Holding, Kind
+from moonpool.store.extents import Extents
+from moonpool.store.leases import Leases
+from moonpool.store.overdue import Holding
 from moonpool.store.pins import Pins
-from moonpool.store.quotas import Quotas, bytes_of
-from moonpool.store.rooms import (
-    ClientId,
-    Room,
-    RoomId,
-    Waiter,
-    finish_blocks,
-    finish_runs,
-    free_room,
-    mask_of,
-    open_room,
-)
+from moonpool.store.quotas import Quotas
+from moonpool.store.rooms import ClientId, RoomId
 from moonpool.store.shelf import Shelf
 from moonpool.store.watches import Watches
-
-_KEY_LENGTHS = {BLOCK_KEY_BYTES}
-_BARE = BlockMeta()
-
-LeaseId = NewType("LeaseId", int)
-
-MAX_META_TOKENS = 1 << 16
-"""So that the SSD's record of a block stays small."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    id: LeaseId
-    client: ClientId
-    blocks: tuple[Block, ...]
 
 
 class Ledger:
@@ -85,58 +47,11 @@ class Ledger:
         self.pins = Pins(self._lock, self._blocks, self.shelf)
         self.watches = Watches(self._lock, self._blocks)
         self.catalogue = Catalogue(self._lock, self._blocks, self.shelf, self.pins)
-        self._on_room_ended = on_room_ended
-        self._rooms: dict[RoomId, Room] = {}
-        self._reserved: dict[tuple[RequestId, int], Room] = {}
-        self._leases: dict[LeaseId, Lease] = {}
         self._quotas = Quotas()
-        self.claims = Claims(self._lock, self._blocks, self._reserved, self._wake)
-        self._last_id = 0
+        self.leases = Leases(self._lock, self._blocks, self.shelf, self._quotas)
+        self.rooms = Bookings(self._lock, self._blocks, self.shelf, self._quotas, self.leases, on_room_ended)
+        self.claims = self.rooms.claims
         self._owners = 0
-        self._counts = dict.fromkeys(
-            ("lookups", "hit_blocks", "missed_blocks", "rooms_opened", "refused_rooms", "missed_rooms"), 0
-        )
-
-    def lease(self, client: ClientId, space: KeySpace, keys: Sequence[BlockKey]) -> Lease:
-        """The longest leading run of readable blocks; they stay where they are until the lease ends."""
-        with self._lock:
-            self._check(space, keys)
-            blocks = self._blocks.leading(space.id, keys)
-            self._quotas.check(client, "lease", bytes_of(blocks))
-            self._count_hits(len(keys), len(blocks))
-            return self._lease(client, blocks)
-
-    def lease_each(
-        self, client: ClientId, space: KeySpace, keys: Sequence[BlockKey]
-    ) -> tuple[Lease, list[Block | None]]:
-        """All of these blocks that are readable, wherever they stand in the list; None for the others."""
-        with self._lock:
-            self._check(space, keys)
-            found = [self._blocks.resident.get((space.id, key)) for key in keys]
-            blocks = [block for block in found if block is not None]
-            self._quotas.check(client, "lease", bytes_of(blocks))
-            self._count_hits(len(keys), len(blocks))
-            return self._lease(client, blocks), found
-
-    def touch(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> None:
-        """A client has read these where they lay, without a lease."""
-        with self._lock:
-            found = [(space, key) for key in keys if (space, key) in self._blocks.resident]
-            self._blocks.eviction.touch(found)
-            self._count_hits(len(keys), len(keys))
-
-    def lease_remote(self, client: ClientId, space: KeySpaceId, keys: Sequence[BlockKey]) -> Lease:
-        """The leading ones for another node, which need not know what this node's blocks look like."""
-        with self._lock:
-            return self._lease(client, self._blocks.leading(space, keys))
-
-    def release(self, client: ClientId, lease: LeaseId) -> None:
-        """Raises PoolError where the client has no such lease."""
-        with self._lock:
-            held = self._leases.get(lease)
-            if held is None or held.client != client:
-                raise PoolError(f"no lease {lease} to release")
-            self._end_lease(held)
 
     def own_client(self) -> ClientId:
         """A client that stands for the node itself: for rooms that I/O of the node fills, whoever asked for it."""
@@ -152,239 +67,20 @@ class Ledger:
     def leading(self, space: KeySpace, keys: Sequence[BlockKey]) -> int:
         """How many leading blocks are readable now."""
         with self._lock:
-            self._check(space, keys)
+            self._blocks.spaces.check_keys(space, keys)
             return len(self._blocks.leading(space.id, keys))
-
-    def reserve(
-        self,
-        request: RequestId,
-        attempt: int,
-        space: KeySpace,
-        keys: Sequence[BlockKey],
-        tail_tokens: int,
-        expires: float,
-        gateway: Peer | None = None,
-    ) -> tuple[int, ...]:
-        """A hand-over room, whole or not at all: the indices of the keys that are lacking. Raises PoolError."""
-        with self._lock:
-            self._check(space, keys, tail_tokens)
-            known = self._reserved.get((request, attempt))
-            if known is not None:
-                return known.lacking
-            room = self._open(space, keys, tail_tokens, whole=True)
-            if room is None:
-                self._counts["refused_rooms"] += 1
-                extents = self._blocks.extents
-                raise PoolError(
-                    f"no room for {len(keys)} blocks of {space.block_bytes} bytes and {tail_tokens} more tokens: "
-                    f"{extents.free} of {extents.capacity} bytes are free, "
-                    f"{self._blocks.eviction.evictable_bytes} evictable"
-                )
-            room.reserved = request, attempt
-            room.expires = expires
-            room.gateway = gateway
-            self._reserved[request, attempt] = room
-            return room.lacking
-
-    def end_reserved(self, request: RequestId, attempt: int) -> bool:
-        """The attempt is over; False if there is no such room."""
-        with self._lock:
-            room = self._reserved.get((request, attempt))
-            if room is not None:
-                self._end(room)
-            return room is not None
-
-    def open(
-        self,
-        client: ClientId,
-        space: KeySpace,
-        keys: Sequence[BlockKey],
-        tail_tokens: int = 0,
-        metas: Sequence[BlockMeta] | None = None,
-        name: tuple[RequestId, int] | None = None,
-    ) -> Room:
-        """A caching room: as many leading keys as there is room for, perhaps none.
-
-        `metas`: one a key; without them the keys are a prompt's, from its first block on. `name`: others may `join` it
-        as this attempt of a request and write into it from elsewhere; it ends when all have left it, or one has died.
-        """
-        with self._lock:
-            self._check(space, keys, tail_tokens)
-            if metas is not None:
-                _check_metas(space, keys, metas)
-            budget = self._quotas.left(client)
-            room = self._open(space, keys, tail_tokens, whole=False, budget=budget, metas=metas)
-            assert room is not None, "a best-effort room opens even when it is empty"
-            if name is not None:
-                if name in self._reserved:
-                    self._end(room)
-                    raise PoolError(f"attempt {name[1]} of {name[0]} has a room here")
-                room.reserved, room.opener = name, client
-                self._reserved[name] = room
-            self._give(room, client)
-            return room
-
-    def share(self, client: ClientId, room: Room, wanted: int, found: int) -> None:
-        """The client, which wanted so many blocks, reads those of this caching room as well until it closes it.
-
-        Raises PoolError where they are too many for it.
-        """
-        with self._lock:
-            self._quotas.check(client, "stream", bytes_of(room.blocks))
-            self._quotas.hold(client, room.blocks)
-            self._count_hits(wanted, found)
-            room.readers.add(client)
-
-    def open_each(
-        self, client: ClientId, space: KeySpace, keys: Sequence[BlockKey], metas: Sequence[BlockMeta]
-    ) -> Room:
-        """A caching room for blocks of different prompts, all of them or PoolError. One meta a key, or none at all."""
-        with self._lock:
-            self._check(space, keys)
-            if metas:
-                _check_metas(space, keys, metas)
-            else:
-                metas = [_BARE] * len(keys)
-            wanted = len(keys) * page_aligned(space.block_bytes)
-            if wanted > self._blocks.extents.capacity:
-                raise PoolError(self._no_room(space, len(keys)))
-            self._quotas.check(client, "room", wanted)
-            room = self._open(space, keys, 0, whole=True, metas=metas)
-            if room is None:
-                self._counts["refused_rooms"] += 1
-                raise PoolError(self._no_room(space, len(keys)))
-            self._give(room, client)
-            return room
-
-    def commit(self, client: ClientId, number: RoomId, checksums: Sequence[int]) -> None:
-        """All blocks of this caching room are written (a checksum a run of those that were not readable): close it.
-
-        Raises PoolError where there is no such room.
-        """
-        with self._lock:
-            room = self._rooms.get(number)
-            if room is None or room.reserved is not None or client not in room.writers:
-                raise PoolError(f"no room {number} to commit")
-            runs = room.space.runs
-            own = [index for index in room.lacking if room.blocks[index] is not None]
-            if len(checksums) != len(own) * runs:
-                raise PoolError(f"{len(own)} blocks of {runs} runs with {len(checksums)} checksums")
-            self._complete_blocks(room, own, checksums)
-            self._blocks.tell()
-            self._leave(room, client)
-
-    def join(self, client: ClientId, request: RequestId, attempt: int) -> Room:
-        """Become a writer of a hand-over room. Raises PoolError if there is none."""
-        with self._lock:
-            room = self._reserved.get((request, attempt))
-            if room is None:
-                raise PoolError(f"no room for attempt {attempt} of {request}: it was released, or never reserved here")
-            room.writers.add(client)
-            return room
-
-    def complete(
-        self, client: ClientId, number: RoomId, runs: Sequence[tuple[int, int, int]], checksums: Sequence[int]
-    ) -> None:
-        """These (block, first run, runs) are written. Ignored where the room has ended; PoolError for nonsense."""
-        with self._lock:
-            room = self._rooms.get(number)
-            if room is None or room.ended or client not in room.writers:
-                self.claims.late_runs += sum(count for _, _, count in runs)
-                return
-            if len(checksums) != sum(count for _, _, count in runs):
-                raise PoolError(f"{sum(count for _, _, count in runs)} runs with {len(checksums)} checksums")
-            self._complete(room, runs, checksums)
-
-    def complete_blocks(
-        self, client: ClientId, number: RoomId, indices: Sequence[int], checksums: Sequence[int]
-    ) -> None:
-        """As `complete`, for all runs of these blocks. Needs `tell`."""
-        with self._lock:
-            room = self._rooms.get(number)
-            if room is None or room.ended or client not in room.writers:
-                self.claims.late_runs += len(checksums)
-                return
-            self._complete_blocks(room, indices, checksums)
-
-    def tell(self) -> None:
-        """What `complete_blocks` made readable is to be seen from outside: until then it is found by asking."""
-        with self._lock:
-            self._blocks.tell()
-
-    def await_room(self, client: ClientId, request: RequestId, attempt: int) -> Waiter:
-        """Resolves with the room when all of it is readable (the client is a reader of it then), or with None."""
-        with self._lock:
-            waiter = Waiter()
-            waiter.set_running_or_notify_cancel()
-            room = self._reserved.get((request, attempt))
-            if room is None:
-                self._miss(waiter)
-            else:
-                room.waiters[waiter] = client
-                if not room.unfinished:
-                    self._wake(room)
-            return waiter
-
-    def give_up(self, waiter: Waiter) -> None:
-        """The waiter's time is over: it gets a miss unless it was answered already."""
-        with self._lock:
-            for room in self._reserved.values():
-                if room.waiters.pop(waiter, None) is not None:
-                    self._miss(waiter)
-                    return
-
-    def close(self, client: ClientId, number: RoomId) -> None:
-        """The client is through with the room. Unknown rooms are ignored: a close may cross the room's end.
-
-        A reader's close ends a hand-over room; so does that of the last writer if not everything is written.
-        """
-        with self._lock:
-            room = self._rooms.get(number)
-            if room is not None:
-                self._leave(room, client)
 
     def leave_all(self, client: ClientId) -> None:
         """The client is dead: its leases end, its unfinished rooms too."""
         with self._lock:
             self._quotas.lift(client)
-            for lease in [lease for lease in self._leases.values() if lease.client == client]:
-                self._end_lease(lease)
-            for room in list(self._rooms.values()):
-                for waiter in [waiter for waiter, owner in room.waiters.items() if owner == client]:
-                    del room.waiters[waiter]
-                    self._miss(waiter)
-                if client in room.writers or client in room.readers:
-                    self._leave(room, client, died=True)
-
-    def gateways(self) -> set[Peer]:
-        """Whose requests have hand-over rooms here."""
-        with self._lock:
-            return {room.gateway for room in self._reserved.values() if room.gateway is not None}
-
-    def expire(self, now: float, lost: Collection[Peer] = ()) -> int:
-        """End the hand-over rooms whose time is over, or whose gateway is `lost`, and that no local client is bound to.
-
-        Returns their number.
-        """
-        with self._lock:
-            late = [
-                room
-                for room in self._reserved.values()
-                if (room.expires <= now or room.gateway in lost) and not (room.writers or room.readers or room.waiters)
-            ]
-            for room in late:
-                self._end(room)
-            return len(late)
+            self.leases.leave_all(client)
+            self.rooms.leave_all(client)
 
     def holdings(self) -> list[Holding]:
         """What clients hold now."""
         with self._lock:
-            held = [Holding(Kind.LEASE, lease.id, (lease.client,)) for lease in self._leases.values()]
-            for room in self._rooms.values():
-                kind = Kind.HAND_OVER_ROOM if room.is_handed_over else Kind.CACHING_ROOM
-                expires = room.expires if room.is_handed_over else None
-                held.append(Holding(kind, room.id, tuple(sorted(room.writers | room.readers)), expires))
-            return held
+            return self.leases.holdings() + self.rooms.holdings()
 
     def next_announcement(self) -> BlocksStored | BlocksRemoved | Snapshot | None:
         with self._lock:
@@ -404,10 +100,10 @@ class Ledger:
                 "evictable_bytes": self._blocks.eviction.evictable_bytes,
                 "blocks": len(self._blocks.resident),
                 "holes": self._blocks.eviction.holes,
-                "rooms": len(self._rooms),
-                "leases": len(self._leases),
+                "rooms": len(self.rooms),
+                "leases": len(self.leases),
                 "watches": len(self.watches),
-                "waiters": sum(len(room.waiters) for room in self._reserved.values()),
+                "waiters": self.rooms.waiters(),
                 "transfers": len(self.claims),
                 "late_runs": self.claims.late_runs,
                 "pins": len(self.pins),
@@ -415,12 +111,13 @@ class Ledger:
                 "evictions": self._blocks.evictions,
                 "demotions": self._blocks.demotions,
             }
-            return {name: float(value) for name, value in (gauges | self._counts).items()} | self.shelf.counters()
+            counts = gauges | self.leases.counts | self.rooms.counts
+            return {name: float(value) for name, value in counts.items()} | self.shelf.counters()
 
     def check_integrity(self) -> None:
         """Raises AssertionError where bytes, pins or rooms do not add up."""
         with self._lock:
-            private = [block for room in self._rooms.values() for block in room.own()]
+            private = self.rooms.own()
             in_dram = [*private, *self._blocks.resident.values(), *self._blocks.lingering.values()]
             spaces = [block.space for block in in_dram] + [shelved.space for shelved in self.shelf.shelved()]
             self._blocks.spaces.check_integrity(spaces)
@@ -428,190 +125,12 @@ class Ledger:
             self.shelf.check_integrity()
             self.pins.check_integrity()
             self.watches.check_integrity()
-            pins = Counter(block.name for lease in self._leases.values() for block in lease.blocks)
+            self.rooms.check_integrity()
+            pins = self.leases.pinned() + self.rooms.pinned()
             pins.update(name for name in self._blocks.resident if name in self.pins)
-            for number, room in self._rooms.items():
-                pins.update(block.name for block in room.pinned())
-                assert number == room.id
-                assert not (room.ended and not (room.writers or room.readers)), f"ended room {number} is held by nobody"
-                assert room.unfinished == sum(not block.is_complete for block in room.own())
-                assert not (room.waiters and (room.ended or not room.unfinished)), f"room {number} left a waiter asleep"
-                is_listed = room.reserved is not None and self._reserved.get(room.reserved) is room
-                assert is_listed == (room.reserved is not None and not room.ended)
             for name in self._blocks.resident:
                 assert self._blocks.eviction.pins(name) == pins[name], (
                     f"{name} is pinned by nobody, or not by all who should"
                 )
-            assert all(room.id in self._rooms for room in self._reserved.values())
-            held: Counter[ClientId] = Counter()
-            for lease in self._leases.values():
-                held[lease.client] += bytes_of(lease.blocks)
-            for room in self._rooms.values():
-                for client in (*room.writers, *room.readers):
-                    if room.reserved is None or client == room.opener:
-                        held[client] += bytes_of(room.blocks)
-            assert +held == self._quotas.held, f"clients hold {held}, counted as {self._quotas.held}"
-
-    def _check(self, space: KeySpace, keys: Sequence[BlockKey], tail_tokens: int = 0) -> None:
-        if not set(map(len, keys)) <= _KEY_LENGTHS:
-            raise PoolError(f"a block key has {BLOCK_KEY_BYTES} bytes")
-        self._blocks.spaces.check(space)
-        if not 0 <= tail_tokens < space.block_tokens:
-            raise PoolError(f"a tail has 0 to {space.block_tokens - 1} tokens, not {tail_tokens}")
-        if tail_tokens and space.run_bytes % space.block_tokens:
-            raise PoolError(
-                f"key space {space.id} has no tails: its runs of {space.run_bytes} bytes are no {space.block_tokens} "
-                "tokens of equal size"
-            )
-
-    def _no_room(self, space: KeySpace, blocks: int) -> str:
-        extents = self._blocks.extents
-        wanted = blocks * page_aligned(space.block_bytes)
-        if wanted > extents.capacity:
-            return (
-                f"{blocks} blocks of {space.block_bytes} bytes do not fit into this node's arena of {extents.capacity} "
-                "bytes: use smaller blocks, or give the node more DRAM"
-            )
-        return (
-            f"no room for {blocks} blocks of {space.block_bytes} bytes: of {extents.capacity} bytes {extents.free} are "
-            f"free and {self._blocks.eviction.evictable_bytes} evictable, the rest is leased, pinned or being written; "
-            "release or unpin some, or give the node more DRAM"
-        )
-
-    def _count_hits(self, wanted: int, found: int) -> None:
-        self._counts["lookups"] += 1
-        self._counts["hit_blocks"] += found
-        self._counts["missed_blocks"] += wanted - found
-
-    def _next_id(self) -> int:
-        self._last_id += 1
-        return self._last_id
-
-    def _lease(self, client: ClientId, blocks: Sequence[Block]) -> Lease:
-        lease = Lease(LeaseId(self._next_id()), client, tuple(blocks))
-        self._blocks.eviction.pin([block.name for block in blocks])
-        self._leases[lease.id] = lease
-        self._quotas.hold(client, blocks)
-        return lease
-
-    def _end_lease(self, lease: Lease) -> None:
-        del self._leases[lease.id]
-        self._quotas.let_go(lease.client, lease.blocks)
-        self._blocks.eviction.unpin([block.name for block in lease.blocks])
-        self.shelf.pressed()
-
-    def _open(
-        self,
-        space: KeySpace,
-        keys: Sequence[BlockKey],
-        tail_tokens: int,
-        whole: bool,
-        budget: int | None = None,
-        metas: Sequence[BlockMeta] | None = None,
-    ) -> Room | None:
-        self._blocks.spaces.check_new(space)
-        room = open_room(self._blocks, RoomId(self._next_id()), space, keys, tail_tokens, whole, budget, metas)
-        if room is not None:
-            self._rooms[room.id] = room
-            self._counts["rooms_opened"] += 1
-            self.shelf.pressed()
-        return room
-
-    def _give(self, room: Room, client: ClientId) -> None:
-        """A caching room, until the client leaves it."""
-        room.writers.add(client)
-        self._quotas.hold(client, room.blocks)
-
-    def _complete(self, room: Room, runs: Sequence[tuple[int, int, int]], checksums: Sequence[int]) -> None:
-        """These (block, first run, runs) of the room. Raises PoolError, and notes none, for what the room has not."""
-        written: list[tuple[Block, int]] = []
-        position = 0
-        for index, first, count in runs:
-            block = room.block(index)
-            sums, position = checksums[position : position + count], position + count
-            if block is not None and not block.resident:
-                written.append((block, self._note_sums(block, first, sums)))
-        finish_runs(self._blocks, room, written, self._wake)
-
-    def _complete_blocks(self, room: Room, indices: Sequence[int], checksums: Sequence[int]) -> None:
-        """All runs of these blocks of the room."""
-        runs = room.space.runs
-        blocks = [block for index in indices if (block := room.blocks[index]) is not None and block.is_untouched]
-        if len(blocks) < len(indices):
-            self._complete(room, [(index, 0, runs) for index in indices], checksums)
-            return
-        for at, block in enumerate(blocks):
-            block.checksums = list(checksums[at * runs : (at + 1) * runs])
-        finish_blocks(self._blocks, room, blocks, self._wake)
-
-    def _note_sums(self, block: Block, first: int, checksums: Sequence[int]) -> int:
-        """Of runs from the first one on; a bitmask of those whose checksums were not known."""
-        runs = mask_of(block, first, len(checksums))
-        if len(checksums) == block.space.runs and not (block.complete or block.arriving):
-            block.checksums[:] = checksums
-            return runs
-        wanted = runs & ~block.complete & ~block.arriving
-        for run, checksum in enumerate(checksums, first):
-            if wanted >> run & 1:
-                block.checksums[run] = checksum
-        return wanted
-
-    def _wake(self, room: Room) -> None:
-        waiters, room.waiters = room.waiters, {}
-        for waiter, client in waiters.items():
-            room.readers.add(client)
-            waiter.set_result(room)
-
-    def _miss(self, waiter: Waiter) -> None:
-        self._counts["missed_rooms"] += 1
-        waiter.set_result(None)
-
-    def _leave(self, room: Room, client: ClientId, died: bool = False) -> None:
-        was_reader, was_writer = client in room.readers, client in room.writers
-        if was_writer and (room.reserved is None or room.opener == client):
-            self._quotas.let_go(client, room.blocks)
-        if was_reader and room.reserved is None:
-            self._quotas.let_go(client, room.blocks)
-        room.readers.discard(client)
-        room.writers.discard(client)
-        if room.ended:
-            self._free_unless_held(room)
-        elif was_reader or (was_writer and (not room.writers or died) and self._is_over(room)):
-            self._end(room)
-
-    def _is_over(self, room: Room) -> bool:
-        """If one of its writers writes no more; the others may be stages that write other layers."""
-        return not room.is_handed_over or room.unfinished > 0
-
-    def _end(self, room: Room) -> None:
-        room.ended = True
-        if room.reserved is not None:
-            del self._reserved[room.reserved]
-        waiters, room.waiters = room.waiters, {}
-        for waiter in waiters:
-            self._miss(waiter)
-        self._blocks.settle(room.own())
-        for client in room.writers:
-            self._on_room_ended(client, room.id)
-        self._free_unless_held(room)
-        self._lock.notify_all()
-
-    def _free_unless_held(self, room: Room) -> None:
-        if not (room.writers or room.readers):
-            free_room(self._blocks, room)
-            del self._rooms[room.id]
-            self.shelf.pressed()
-
-
-def _check_metas(space: KeySpace, keys: Sequence[BlockKey], metas: Sequence[BlockMeta]) -> None:
-    if len(metas) != len(keys):
-        raise PoolError(f"{len(keys)} keys with {len(metas)} metas")
-    for meta in metas:
-        if meta.parent is not None and len(meta.parent) != BLOCK_KEY_BYTES:
-            raise PoolError(f"the parent's key has {len(meta.parent)} bytes, not {BLOCK_KEY_BYTES}")
-        most = min(space.block_tokens, MAX_META_TOKENS)
-        if len(meta.tokens) > 4 * most or len(meta.tokens) % 4:
-            raise PoolError(
-                f"a block of key space {space.id} is put with at most {most} tokens of 4 bytes, "
-                f"not {len(meta.tokens)} bytes of them"
-            )
+            held = self.leases.held() + self.rooms.held()
+            assert held == self._quotas.held, f"clients hold {held}, counted as {self._quotas.held}"

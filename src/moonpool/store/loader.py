@@ -92,7 +92,7 @@ class Loader:
             metas = [BlockMeta(keys[index - 1] if index else None, index) for index in range(leading)]
             for index, shelved in borrowed:
                 metas[index] = BlockMeta(shelved.parent, shelved.index, shelved.tokens)
-            room = self._ledger.open(owner, space, keys[:leading], metas=metas)
+            room = self._ledger.rooms.open(owner, space, keys[:leading], metas=metas)
         except PoolError:
             shelf.give_back(borrowed_blocks)
             return Hold(), []
@@ -153,7 +153,7 @@ class _Work:
     def done(self, index: int, shelved: Shelved, is_good: bool, is_bad: bool) -> None:
         if is_good:
             sums = [int(value) for value in np.frombuffer(shelved.checksums, "<u8")]
-            self._ledger.complete(self._owner, self._room.id, [(index, 0, shelved.space.runs)], sums)
+            self._ledger.rooms.complete(self._owner, self._room.id, [(index, 0, shelved.space.runs)], sums)
             self._ledger.shelf.count("ssd_promotions")
         with self._lock:
             if is_bad:
@@ -168,7 +168,7 @@ class _Work:
             self._claims -= 1
             is_over = not self._claims
         if is_over:
-            self._ledger.close(self._owner, self._room.id)
+            self._ledger.rooms.close(self._owner, self._room.id)
 
     def _end(self) -> None:
         self._on_end(self._bad)

@@ -294,7 +294,7 @@ class _Node:
             case ReserveRoom() as order:
                 self._link.post(envelope.sender, self._reserve(order))
             case ReleaseRoom(request=request, attempt=attempt):
-                if self.ledger.end_reserved(request, attempt):
+                if self.ledger.rooms.end_reserved(request, attempt):
                     log.info("room of %s attempt %d released", request, attempt)
             case Located() | ReplicasOrdered() as answer:
                 self.neighbours.heard(answer)
@@ -318,7 +318,7 @@ class _Node:
     def _reserve(self, order: ReserveRoom) -> Message:
         me = self._link.me
         try:
-            lacking = self.ledger.reserve(
+            lacking = self.ledger.rooms.reserve(
                 order.request,
                 order.attempt,
                 order.space,
@@ -362,8 +362,8 @@ class _Node:
         while True:
             await asyncio.sleep(EXPIRY_SECONDS)
             now = time.monotonic()
-            lost = absences.over(self.ledger.gateways() - self.membership.there(), now)
-            if expired := self.ledger.expire(now, lost):
+            lost = absences.over(self.ledger.rooms.gateways() - self.membership.there(), now)
+            if expired := self.ledger.rooms.expire(now, lost):
                 log.warning("%d rooms ended: their time was over or their gateway gone, and nobody used them", expired)
             self.ledger.pins.expire(now)
             self.clients.end_overdue()

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NewType
 
-from moonpool.core.vocabulary import BlockKey, BlockMeta, KeySpace, Peer, RequestId
+from moonpool.core.vocabulary import BLOCK_KEY_BYTES, BlockKey, BlockMeta, KeySpace, Peer, RequestId
 from moonpool.errors import PoolError
 from moonpool.messenger.transfer import TAIL
 from moonpool.store.blocks import Block, Blocks
@@ -20,6 +20,9 @@ from moonpool.store.extents import page_aligned
 ClientId = NewType("ClientId", int)
 RoomId = NewType("RoomId", int)
 Waiter = Future["Room | None"]
+
+MAX_META_TOKENS = 1 << 16
+"""So that the SSD's record of a block stays small."""
 
 
 @dataclass(slots=True, eq=False)
@@ -182,3 +185,18 @@ def mask_of(block: Block, first: int, count: int) -> int:
     if first < 0 or count < 1 or first + count > block.space.runs:
         raise PoolError(f"a block has {block.space.runs} runs, not runs {first} to {first + count - 1}")
     return (1 << count) - 1 << first
+
+
+def check_metas(space: KeySpace, keys: Sequence[BlockKey], metas: Sequence[BlockMeta]) -> None:
+    """Raises PoolError where they are no metas of these keys."""
+    if len(metas) != len(keys):
+        raise PoolError(f"{len(keys)} keys with {len(metas)} metas")
+    for meta in metas:
+        if meta.parent is not None and len(meta.parent) != BLOCK_KEY_BYTES:
+            raise PoolError(f"the parent's key has {len(meta.parent)} bytes, not {BLOCK_KEY_BYTES}")
+        most = min(space.block_tokens, MAX_META_TOKENS)
+        if len(meta.tokens) > 4 * most or len(meta.tokens) % 4:
+            raise PoolError(
+                f"a block of key space {space.id} is put with at most {most} tokens of 4 bytes, "
+                f"not {len(meta.tokens)} bytes of them"
+            )

@@ -21,7 +21,8 @@ from moonpool.store.arena import Arena
 from moonpool.store.desk import Desk
 from moonpool.store.fetch import Fetcher
 from moonpool.store.holder import Holder
-from moonpool.store.ledger import LeaseId, Ledger
+from moonpool.store.leases import LeaseId
+from moonpool.store.ledger import Ledger
 from moonpool.store.loader import Loader
 from moonpool.store.messages import (
     PROTOCOL,
@@ -230,13 +231,13 @@ class Session:
     def _handle(self, call: Call) -> None:
         match call:
             case Complete():
-                self._ledger.complete(self._client, RoomId(call.room), call.runs, call.checksums)
+                self._ledger.rooms.complete(self._client, RoomId(call.room), call.runs, call.checksums)
             case CloseRoom():
-                self._ledger.close(self._client, RoomId(call.room))
+                self._ledger.rooms.close(self._client, RoomId(call.room))
             case Release():
-                self._ledger.release(self._client, LeaseId(call.lease))
+                self._ledger.leases.end(self._client, LeaseId(call.lease))
             case Touch():
-                self._ledger.touch(call.space, unpacked(call.keys))
+                self._ledger.leases.touch(call.space, unpacked(call.keys))
             case AwaitRoom():
                 self._start(call.serial, self._await_room(call))
             case LeaseBlocks() if self._loader.is_needed(call.space.id, call.keys):
@@ -272,10 +273,10 @@ class Session:
     ) -> Answer:
         match call:
             case LeaseBlocks():
-                lease = self._ledger.lease(self._client, call.space, call.keys)
+                lease = self._ledger.leases.leading(self._client, call.space, call.keys)
                 return Leased(call.serial, lease.id, tuple(block.offset for block in lease.blocks))
             case LeaseEach():
-                lease, found = self._ledger.lease_each(self._client, call.space, unpacked(call.keys))
+                lease, found = self._ledger.leases.each(self._client, call.space, unpacked(call.keys))
                 offsets = [-1 if block is None else block.offset for block in found]
                 return LeasedEach(call.serial, lease.id, struct.pack(f"<{len(offsets)}q", *offsets))
             case StreamBlocks():
@@ -284,12 +285,12 @@ class Session:
                 return _opened(call.serial, self._open_room(call))
             case OpenEach():
                 keys = unpacked(call.keys)
-                return _opened(call.serial, self._ledger.open_each(self._client, call.space, keys, call.metas))
+                return _opened(call.serial, self._ledger.rooms.open_each(self._client, call.space, keys, call.metas))
             case Commit():
-                self._ledger.commit(self._client, RoomId(call.room), unpack_sums(call.checksums))
+                self._ledger.rooms.commit(self._client, RoomId(call.room), unpack_sums(call.checksums))
                 return Committed(call.serial)
             case JoinRoom():
-                return _opened(call.serial, self._ledger.join(self._client, call.request, call.attempt))
+                return _opened(call.serial, self._ledger.rooms.join(self._client, call.request, call.attempt))
             case Measure():
                 return Measured(call.serial, self._measure())
             case Audit():
@@ -301,12 +302,12 @@ class Session:
 
     def _open_room(self, call: OpenRoom) -> Room:
         name = None if call.request is None else (call.request, call.attempt)
-        return self._ledger.open(self._client, call.space, call.keys, call.tail_tokens, name=name)
+        return self._ledger.rooms.open(self._client, call.space, call.keys, call.tail_tokens, name=name)
 
     async def _await_room(self, call: AwaitRoom) -> None:
         seconds = call.time_left if 0 <= call.time_left <= LONGEST_SECONDS else LONGEST_SECONDS
-        waiter = self._ledger.await_room(self._client, call.request, call.attempt)
-        timer = self._loop.call_later(seconds, self._ledger.give_up, waiter)
+        waiter = self._ledger.rooms.await_room(self._client, call.request, call.attempt)
+        timer = self._loop.call_later(seconds, self._ledger.rooms.give_up, waiter)
         try:
             room = await asyncio.wrap_future(waiter)
         finally:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from moonpool.core.vocabulary import KeySpace, KeySpaceId
+from moonpool.core.vocabulary import BLOCK_KEY_BYTES, BlockKey, KeySpace, KeySpaceId
 from moonpool.errors import PoolError
 
 MAX_SPACES = 256
 """Each costs the Conductor's directory some hundred kilobytes."""
 MAX_RUNS = 1 << 16
+_KEY_LENGTHS = {BLOCK_KEY_BYTES}
 
 
 class Spaces:
@@ -36,6 +37,12 @@ class Spaces:
                 f"key space {space.id} has {known.runs} runs of {known.run_bytes} bytes on this node, "
                 f"not {space.runs} of {space.run_bytes}; its blocks have {known.block_tokens} tokens"
             )
+
+    def check_keys(self, space: KeySpace, keys: Sequence[BlockKey]) -> None:
+        """As `check`, for these keys. Raises PoolError."""
+        if not set(map(len, keys)) <= _KEY_LENGTHS:
+            raise PoolError(f"a block key has {BLOCK_KEY_BYTES} bytes")
+        self.check(space)
 
     def check_new(self, space: KeySpace) -> None:
         """Raises PoolError where this node takes no blocks of one more key space."""

@@ -58,22 +58,22 @@ class Streamer:
             metas = [BlockMeta(keys[index - 1] if index else None, index) for index in range(reach)]
             for index, shelved in borrowed:
                 metas[index] = BlockMeta(shelved.parent, shelved.index, shelved.tokens)
-            room = self._ledger.open(owner, space, keys[:reach], metas=metas)
+            room = self._ledger.rooms.open(owner, space, keys[:reach], metas=metas)
         except PoolError:
             shelf.give_back([shelved for _, shelved in borrowed])
             raise
         saved = {index: shelved for index, shelved in borrowed if shelved.space == space}
         blocks = _to_come(room, here, saved)
         try:
-            self._ledger.share(client, room, len(keys), len(blocks))
+            self._ledger.rooms.share(client, room, len(keys), len(blocks))
         except PoolError:
-            self._ledger.close(owner, room.id)
+            self._ledger.rooms.close(owner, room.id)
             shelf.give_back([shelved for _, shelved in borrowed])
             raise
 
         def end() -> None:
             shelf.give_back([shelved for _, shelved in borrowed], coming.damaged)
-            self._ledger.close(owner, room.id)
+            self._ledger.rooms.close(owner, room.id)
 
         coming = _Coming(self._ledger, owner, room, blocks, tell, end)
         loads = [
@@ -176,7 +176,7 @@ class _Coming:
 
     def landed(self, index: int, first: int, checksums: Sequence[int]) -> None:
         """Runs of a block are there and verified."""
-        self._ledger.complete(self._owner, self._room.id, [(index, first, len(checksums))], checksums)
+        self._ledger.rooms.complete(self._owner, self._room.id, [(index, first, len(checksums))], checksums)
         arrived = None
         with self._lock:
             before = self._runs
