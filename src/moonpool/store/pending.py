@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from moonpool.errors import PoolError
 from moonpool.store.messages import Answer, RefusedCall
-from moonpool.store.views import Lease, Room, RoomContents, Stream
+from moonpool.store.views import Found, Lease, Room, RoomContents, Stream
 
 T = TypeVar("T")
 
@@ -54,5 +54,5 @@ async def awaited(future: Future[T]) -> T:
 
 
 def dispose_of(result: object) -> None:
-    if isinstance(result, Lease | Room | RoomContents | Stream):
+    if isinstance(result, Found | Lease | Room | RoomContents | Stream):
         result.close()

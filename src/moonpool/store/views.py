@@ -46,6 +46,15 @@ class Lease(_Held):
         self.close()
 
 
+class Found(_Held):
+    """Blocks by key, wherever they stood in the list; they stay where they are until `close`."""
+
+    def __init__(self, close: Callable[[], None], views: Sequence[Bytes | None]) -> None:
+        super().__init__(close)
+        self.views = views
+        """Read-only, `space.block_bytes` each; None for a miss."""
+
+
 class Room(_Held):
     """Space to write blocks into. A block is its readers' once all its runs are given to `NodeClient.complete`."""
 
