@@ -27,7 +27,7 @@ MAX_KEYS = 8192
 @dataclass(slots=True, eq=False)
 class _Asked:
     keys: int
-    answer: Future[int] | None
+    answer: Future[tuple[int, bool]] | None
     until: float
     """The answer is waited for, or good, so long (monotonic)."""
     found: int
@@ -41,7 +41,7 @@ class Lookup:
         self._counters = counters
         self._seconds = seconds
         self._asked: dict[RequestId, _Asked] = {}
-        self._outstanding: set[Future[int]] = set()
+        self._outstanding: set[Future[tuple[int, bool]]] = set()
         self._thread = ThreadPoolExecutor(1, "pool lookup")
 
     def leading(self, request: RequestId, space: KeySpace, keys: Sequence[BlockKey]) -> int | None:
@@ -79,12 +79,15 @@ class Lookup:
     def _settle(self, asked: _Asked) -> None:
         """Take the answer if it is there, in a moment, or if it is too late."""
         assert asked.answer is not None
-        now = time.monotonic()
+        now, is_late = time.monotonic(), False
         try:
-            asked.found += asked.answer.result(max(0.0, min(PATIENCE_SECONDS, asked.until - now)))
+            found, is_late = asked.answer.result(max(0.0, min(PATIENCE_SECONDS, asked.until - now)))
+            asked.found += found
         except LateError:
             if time.monotonic() < asked.until:
                 return
+            is_late = True
+        if is_late:
             self._counters.add("late_lookups")
             self._counters.say("late", "the node does not say in time which blocks it has; they are computed")
         asked.answer, asked.until = None, now + FRESH_SECONDS
@@ -99,16 +102,16 @@ def _on_board(client: NodeClient, space: KeySpace, keys: Sequence[BlockKey]) -> 
     return len(keys)
 
 
-def _leading(client: NodeClient, space: KeySpace, keys: Sequence[BlockKey], until: float) -> int:
-    """On the lookup's thread: how many leading ones are there, as far as it is known before `until`."""
+def _leading(client: NodeClient, space: KeySpace, keys: Sequence[BlockKey], until: float) -> tuple[int, bool]:
+    """On the lookup's thread: how many leading ones are there as far as is known, and whether time was too short."""
     found = 0
     try:
         found = _ask(client, Exists(space.id, packed(keys), here=True), until)
         if found < len(keys):
             found += _ask(client, Exists(space.id, packed(keys[found:])), until)
     except (LateError, PoolError):
-        pass
-    return found
+        return found, True
+    return found, False
 
 
 def _ask(client: NodeClient, question: Exists, until: float) -> int:
