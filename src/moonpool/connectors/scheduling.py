@@ -119,8 +119,8 @@ class SchedulerHalf:
             known = self._requests.get(name)
             if known is not None and blocks & bad:
                 known.failed, known.stored = True, 0
-        for name in arrived:
-            self._loading.pop(RequestId(name), None)
+        for req_id in arrived:
+            self._loading.pop(RequestId(req_id), None)
 
     def finished(self, request: VllmRequest) -> None:
         name = RequestId(request.request_id)
