@@ -25,6 +25,7 @@ from moonpool.core.vocabulary import PartId, Slo
 from moonpool.errors import ConfigError, StageLostError
 
 if TYPE_CHECKING:
+    from moonpool.command.instances import External
     from moonpool.core.settings import ConductorConfig
     from moonpool.engine.pipeline import StageEngine
     from moonpool.live.process import Work
@@ -94,9 +95,12 @@ def serve(config: Config, token: str | None) -> int:
 
 
 @app.command(rich_help_panel="Parts, each started alone")
-@with_flags("part", "front", "model", "placement", "journal", "log", others=CLUSTER)
+@with_flags("part", "front", "external", "model", "placement", "journal", "log", others=CLUSTER)
 def gateway(config: Config, token: str | None) -> int:
-    """A gateway; without --conductor it embeds the Conductor, which other parts then join at --control-port."""
+    """A gateway; without --conductor it embeds the Conductor, which other parts then join at --control-port.
+
+    With --instances it serves from vLLM servers that run already.
+    """
     return _run(config, "gateway-0", partial(_gateway, config, token))
 
 
@@ -618,10 +622,13 @@ def _gateway(config: Config, token: str | None, part: PartId) -> Work:
     from moonpool.gateway.serve import listen, run_gateway
     from moonpool.live.conductor import run_conductor
 
+    external = _external(config)
+    if external is not None:
+        config = external.named(config)
     settings = GatewayConfig(
         host=config.front.host,
         port=config.front.port,
-        model_path=str(_weights(config)),
+        model_path=str(external.tokenizer if external is not None else _weights(config)),
         served_model_name=config.served_name,
         request_timeout=config.front.request_timeout,
         classes=_class_names(config),
@@ -631,10 +638,18 @@ def _gateway(config: Config, token: str | None, part: PartId) -> Work:
     rules, journal = _rules(config), _journal(config)
     listener = listen(config.front.host, config.front.port)
 
+    async def serve(link: Link, conductor: str) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(run_gateway(link, conductor, settings, listener))
+            if external is not None:
+                from moonpool.live.external.run import run_external
+
+                group.create_task(run_external(external.instances, conductor, partial(_link, config, token)))
+
     async def work() -> None:
         if config.part.conductor is not None:
             with _open(part, config, token, config.part.control_port) as link:
-                await run_gateway(link, _conductor(config), settings, listener)
+                await serve(link, _conductor(config))
             return
         with (
             _open(PartId("conductor"), config, token, config.part.control_port, is_up=False) as chief,
@@ -642,7 +657,7 @@ def _gateway(config: Config, token: str | None, part: PartId) -> Work:
         ):
             async with asyncio.TaskGroup() as group:
                 group.create_task(run_conductor(chief, rules, journal=journal))
-                group.create_task(run_gateway(link, chief.me.address, settings, listener))
+                group.create_task(serve(link, chief.me.address))
 
     return work
 
@@ -786,6 +801,19 @@ def _coupled(config: Config, token: str | None, part: PartId) -> Work:
             await run_coupled(link, address, settings, engine)
 
     return work
+
+
+def _external(config: Config) -> External | None:
+    from moonpool.command.instances import read_instances
+
+    return None if config.external.instances is None else read_instances(Path(config.external.instances))
+
+
+def _link(config: Config, token: str | None, part: PartId) -> Link:
+    """To be closed by whoever asks for it."""
+    from moonpool.wire.link import Link
+
+    return Link(part, config.part.bind, 0, token)
 
 
 def _rules(config: Config) -> ConductorConfig:

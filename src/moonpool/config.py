@@ -108,6 +108,15 @@ class FrontConfig(Struct, frozen=True):
     request_timeout: Annotated[Seconds, Meta(description="a request's deadline after its arrival")] = 600.0
 
 
+class ExternalConfig(Struct, frozen=True):
+    """Engines that others have started."""
+
+    instances: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(description="YAML file with vLLM servers to serve from, in place of workers (docs/vllm.md)"),
+    ] = None
+
+
 class PlacementConfig(Struct, frozen=True):
     slo_ttft: Annotated[Seconds | None, Meta(description="limit on time to first token")] = None
     slo_tbt: Annotated[Seconds | None, Meta(description="limit on time between tokens")] = None
@@ -184,6 +193,7 @@ class Config(Struct, frozen=True):
     pool: PoolConfig = PoolConfig()
     batch: BatchConfig = BatchConfig()
     front: FrontConfig = FrontConfig()
+    external: ExternalConfig = ExternalConfig()
     placement: PlacementConfig = PlacementConfig()
     journal: JournalConfig = JournalConfig()
     log: LogConfig = LogConfig()

@@ -345,6 +345,9 @@ class Attempts:
             if event.late:
                 self.endings.reject(request, self._gate.too_late(event, now), now)
                 return
+            if event.unservable:
+                self.endings.reject(request, Refusal(RejectReason.UNSERVABLE, event.reason), now)
+                return
             # The gateway may speak for a worker that it could not reach, so the worker is told as well.
             self.endings.fail(request, "prefill-failed", event.reason, now)
             request.avoid = event.instance

@@ -67,7 +67,7 @@ class View(Struct, frozen=True):
     prefill: Sequence[PrefillOption]
     decode: Sequence[DecodeOption]
     held: dict[PartId, int]
-    """Leading blocks of the prompt that are at a node now; the longest run first, then by id."""
+    """Leading blocks of the prompt that can be fetched from a node now; the longest run first, then by id."""
     transfer: TransferCost
     link_waits: dict[PartId, float] = {}
     """Seconds until a node's link has moved what placements have ordered; nodes whose link is free are left out."""

@@ -96,9 +96,10 @@ class Conductor:
         return conductor
 
     def holders(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> list[tuple[NodePeer, ...]]:
-        """Of each block the nodes that have it, as far as the directory knows."""
-        nodes = self._fleet.nodes
-        return [tuple(nodes[node].peer for node in found) for found in self._directory.holders(space, keys)]
+        """Of each block the nodes that have it for others, as far as the directory knows."""
+        nodes, lends = self._fleet.nodes, self._fleet.lends
+        holders = self._directory.holders(space, keys)
+        return [tuple(nodes[node].peer for node in found if lends(node)) for found in holders]
 
     def parts(self) -> tuple[Peer, ...]:
         """Who is there now, in order of registration."""

@@ -48,6 +48,8 @@ class Registered(Struct, frozen=True, tag=True):
     """Workers only: the served model's name."""
     stages: Annotated[int, Meta(ge=1, le=1 << 10)] = 1
     """Prefill instances only: that its layers are divided over."""
+    private: bool = False
+    """Nodes only: its blocks are for its own workers (the cache of an external instance); nobody else reads them."""
 
 
 class Lost(Struct, frozen=True, tag=True):
@@ -155,6 +157,8 @@ class PrefillFailed(Struct, frozen=True, tag=True):
     reason: str
     late: bool = False
     """It waited until it could not have its first token in time any more: it is refused instead."""
+    unservable: bool = False
+    """The request itself is to blame: another instance would not take it either, so it is refused."""
 
 
 class DecodeJoined(Struct, frozen=True, tag=True):

@@ -368,6 +368,8 @@ class Fleet:
     nodes: dict[PartId, NodeLoad] = field(default_factory=dict)
     coupled: int = 0
     """Instances that are in `prefill` and in `decode`."""
+    private: int = 0
+    """Nodes from which nothing is fetched or copied."""
     _lost_at: dict[tuple[PartKind, str], float] = field(default_factory=dict)
     """When an instance of this kind and model last went away."""
     _prefill_of: dict[str, tuple[PrefillLoad, ...]] = field(default_factory=dict)
@@ -385,12 +387,14 @@ class Fleet:
         if event.kind is PartKind.NODE:
             self.nodes[peer.id] = NodeLoad(part)
         self.coupled += event.kind is PartKind.COUPLED
+        self.private += event.private
         self.parts[peer.id] = part
         self._changed()
         return part
 
     def update(self, part: Part, event: Registered) -> None:
         """The same process registers again; its capacity or addresses may have changed, or it has found its node."""
+        self.private += event.private - part.registered.private
         part.register(event)
         for load in (self.prefill.get(part.id), self.decode.get(part.id)):
             if load is not None:
@@ -400,6 +404,7 @@ class Fleet:
     def remove(self, id_: PartId, now: float) -> Part:
         part = self.parts.pop(id_)
         self.coupled -= part.kind is PartKind.COUPLED
+        self.private -= part.registered.private
         self.prefill.pop(id_, None)
         self.decode.pop(id_, None)
         self.nodes.pop(id_, None)
@@ -414,6 +419,11 @@ class Fleet:
     def find(self, id_: PartId, incarnation: Incarnation) -> Part | None:
         part = self.parts.get(id_)
         return part if part is not None and part.peer.incarnation == incarnation else None
+
+    def lends(self, node: PartId) -> bool:
+        """Whether others may have copies of its blocks, and it copies of theirs, by order of the Conductor."""
+        load = self.nodes.get(node)
+        return load is not None and not load.part.registered.private
 
     def workers_of(self, node: PartId) -> list[Part]:
         return [p for p in self.parts.values() if p.registered.node == node]
@@ -479,6 +489,7 @@ class Fleet:
         assert list(self.prefill) == [id_ for id_, part in parts if part.kind.prefills]
         assert list(self.decode) == [id_ for id_, part in parts if part.kind.decodes]
         assert list(self.nodes) == [id_ for id_, part in parts if part.kind is PartKind.NODE]
+        assert self.private == sum(part.registered.private for _, part in parts)
         for prefill in self.prefill.values():
             prefill.coming.check_integrity(prefill.queue)
             prefill.check_integrity()

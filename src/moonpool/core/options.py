@@ -211,7 +211,7 @@ def _options(
     view = View(
         _prefill_options(_without(prefill, request.avoid), held, slow, coming, request, now),
         _decode_options(_without(decode, request.avoid), held, request.arrived.prompt_tokens),
-        held,
+        {node: blocks for node, blocks in held.items() if fleet.lends(node)} if fleet.private else held,
         config.transfer_cost,
         {id_: node.link_free_at - now for id_, node in fleet.nodes.items() if node.link_free_at > now},
         slow,

@@ -87,8 +87,11 @@ def order_copies(
     """The orders, and then the answer."""
     space, keys = event.space, event.keys[:KEYS_A_QUESTION]
     nodes = fleet.nodes
-    holders = directory.copies(space.id, keys)
-    free = {id_: node.free_bytes for id_, node in nodes.items() if node.part.capacity.dram_bytes >= space.block_bytes}
+    holders: Sequence[Holders] = directory.copies(space.id, keys)
+    if fleet.private:
+        holders = [{node: tier for node, tier in having.items() if fleet.lends(node)} for having in holders]
+    able = [node for id_, node in nodes.items() if fleet.lends(id_)]
+    free = {node.part.id: node.free_bytes for node in able if node.part.capacity.dram_bytes >= space.block_bytes}
     plan = plan_copies(keys, holders, free, space.block_bytes, event.copies)
     for copy in plan.copies:
         decisions.copies_ordered += len(copy.keys)

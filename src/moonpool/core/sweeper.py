@@ -70,7 +70,7 @@ class Sweeper:
         for _ in range(min(COPIES_A_SWEEP, len(self._slow))):
             _, prefix = self._slow.popitem(last=False)
             self._copy(prefix, now)
-        full = [id_ for id_, node in self._fleet.nodes.items() if _is_full(node)]
+        full = [id_ for id_, node in self._fleet.nodes.items() if _is_full(node) and self._fleet.lends(id_)]
         if full:
             self._make_room(full, now)
 
@@ -79,10 +79,10 @@ class Sweeper:
     def _copy(self, prefix: Prompt, now: float) -> None:
         """To the node of a prefill instance whose link is free first, from one that has all of it."""
         nodes, keys, space = self._fleet.nodes, prefix.keys, prefix.space
-        held = {node: n for node, n in self._directory.match(Chain(space.id, keys)).items() if node in nodes}
+        held = {node: n for node, n in self._directory.match(Chain(space.id, keys)).items() if self._fleet.lends(node)}
         whole = [node for node, blocks in held.items() if blocks == len(keys) and self._is_exact(node)]
         able = {p.part.node_id: None for p in self._fleet.prefill.values() if p.space == space}
-        lacking = [node for node in able if node in nodes and held.get(node, 0) < len(keys)]
+        lacking = [node for node in able if self._fleet.lends(node) and held.get(node, 0) < len(keys)]
         if not whole or not lacking:
             return
 
@@ -155,7 +155,7 @@ class Sweeper:
             self._out.append(act.Demote(nodes[node].peer, space, keys))
 
     def _is_exact(self, node: PartId) -> bool:
-        return node in self._fleet.nodes and self._directory.health(node) is IndexHealth.EXACT
+        return self._fleet.lends(node) and self._directory.health(node) is IndexHealth.EXACT
 
     def check_integrity(self) -> None:
         self._recent.check_integrity()

@@ -168,5 +168,6 @@ class RejectReason(enum.Enum):
     CONTEXT = "context"
     KV_ROOM = "kv-room"
     NEVER_FITS = "never-fits"
+    UNSERVABLE = "unservable"
     DEADLINE = "deadline"
     ATTEMPTS = "attempts"

@@ -292,6 +292,11 @@ class Cluster:
             meters.prefix_hits.inc(generation.cached_tokens)
         else:
             meters.tbt.observe(now - generation.last_token_at)
+            if token.cached_tokens is not None and not generation.begin:
+                # An external instance knows it for certain at the end only.
+                cached = min(token.cached_tokens, len(generation.job.prompt))
+                meters.prefix_hits.inc(max(cached - generation.cached_tokens, 0))
+                generation.cached_tokens = cached
         generation.last_token_at = now
         generation.output.append(token.token)
         generation.fresh.append(token)

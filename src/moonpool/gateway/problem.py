@@ -20,6 +20,7 @@ _STATUS = {
     RejectReason.TBT_SLO: 429,
     RejectReason.CONTEXT: 400,
     RejectReason.NEVER_FITS: 400,
+    RejectReason.UNSERVABLE: 400,
     RejectReason.NO_INSTANCE: 503,
     RejectReason.ATTEMPTS: 503,
     RejectReason.DEADLINE: 504,

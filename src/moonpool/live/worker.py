@@ -126,7 +126,9 @@ class WorkerLife:
         counters: Callable[[], dict[str, float]],
         prepare: Callable[[], Coroutine[object, object, None]] | None = None,
     ) -> None:
-        """`prepare` says `enter` when orders may come; without it they may as soon as the node is found."""
+        """`describe` names a node where the worker maps no arena: then it attaches to none.
+
+        `prepare` says `enter` when orders may come; without it they may as soon as the node is found."""
         self.link = link
         self._prepare = prepare
         self._wanted_node = wanted_node
@@ -183,17 +185,12 @@ class WorkerLife:
         heart: asyncio.Task[None] | None = None
         try:
             await self._membership.join()
-            self._here, self._node = await attach_to_node(self._membership, self.link, self._wanted_node)
-
-            def node_lost() -> None:
-                loop.call_soon_threadsafe(
-                    self._break, MoonpoolError("the node is gone, and this worker's arena with it")
-                )
-
-            self._node.on_lost = node_lost
+            if self._description.node is None:
+                await self._attach(loop)
             heart = asyncio.create_task(self._membership.run())
             if self._prepare is None:
-                self.enter()
+                if self._node is not None:
+                    self.enter()
             else:
                 self.spawn(self._prepare())
             done, _ = await asyncio.wait((ears, eyes, heart, self._broken), return_when=asyncio.FIRST_COMPLETED)
@@ -208,6 +205,14 @@ class WorkerLife:
             if self._node is not None:
                 self._node.on_lost = None
                 self._node.close()
+
+    async def _attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._here, self._node = await attach_to_node(self._membership, self.link, self._wanted_node)
+
+        def node_lost() -> None:
+            loop.call_soon_threadsafe(self._break, MoonpoolError("the node is gone, and this worker's arena with it"))
+
+        self._node.on_lost = node_lost
 
     def enter(self) -> None:
         """Name the node to the Conductor: from now on orders come."""

@@ -103,7 +103,10 @@ class TokenOut(Struct, frozen=True, array_like=True):
     finish: str | None = None
     """`stop` (end token; the token itself is not text) or `length`."""
     cached_tokens: int | None = None
-    """With the first token of an attempt: prompt tokens whose KV was not computed."""
+    """With the first token of an attempt: prompt tokens whose KV was not computed.
+
+    External instances say it again with the final token, when their server has told them.
+    """
 
 
 class Tokens(Struct, frozen=True, tag=True):

@@ -1,0 +1,43 @@
+"""What is known of the external instances before any of them has been asked."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from msgspec import Struct
+
+from moonpool.core.vocabulary import PartId, PartKind
+
+Role = Literal["both", "prefill", "decode"]
+ROLES: tuple[Role, ...] = get_args(Role)
+_KINDS: dict[Role, PartKind] = {
+    "both": PartKind.COUPLED,
+    "prefill": PartKind.PREFILL,
+    "decode": PartKind.DECODE,
+}
+
+
+class Instance(Struct, frozen=True):
+    """One server."""
+
+    id: PartId
+    url: str
+    """Of the server, without `/v1`."""
+    role: Role = "both"
+    max_sequences: int = 256
+    """As its `--max-num-seqs`, which it does not tell."""
+    api_key: str | None = None
+    priorities: bool = False
+    """It runs with `--scheduling-policy priority`; else it refuses any priority."""
+    stall_seconds: float = 120.0
+    """A request for which nothing comes for so long is given up."""
+
+    @property
+    def kind(self) -> PartKind:
+        return _KINDS[self.role]
+
+
+class ExternalConfig(Struct, frozen=True):
+    model: str
+    """As the servers and the clients call it."""
+    instances: tuple[Instance, ...]

@@ -1,0 +1,130 @@
+"""The lives of external instances: each is asked until it is well, serves, and is asked again when it has failed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from moonpool.core.events import Lost
+from moonpool.core.vocabulary import Incarnation, PartId, Peer
+from moonpool.errors import ConfigError
+from moonpool.live.external.adapter import Adapter, DownError
+from moonpool.live.external.breaker import Pauses
+from moonpool.live.external.cache import CACHE, CachePart, space_of
+from moonpool.live.external.config import ExternalConfig, Instance
+from moonpool.live.external.dialect import FaultError
+from moonpool.live.external.server import Facts, Server, WrongModelError, opened
+from moonpool.wire.link import Link
+
+log = logging.getLogger(__name__)
+
+REMIND_SECONDS = 30.0
+DEFAULT_BLOCK_TOKENS = 16
+"""vLLM's, where the server does not say."""
+DEFAULT_CONTEXT_TOKENS = 8192
+
+OpenLink = Callable[[PartId], Link]
+
+
+async def run_external(config: ExternalConfig, conductor: str, open_link: OpenLink) -> None:
+    """Serve until cancelled. Raises ConfigError for a server that serves another model, or does not take its key.
+
+    One that does not answer joins when it does; what `open_link` gives is closed here.
+    """
+    herald = open_link(PartId("external"))
+    keepers = [_Keeper(instance, config.model, conductor, open_link, herald) for instance in config.instances]
+    try:
+        await asyncio.gather(*(keeper.look() for keeper in keepers))
+        async with asyncio.TaskGroup() as tasks:
+            for keeper in keepers:
+                tasks.create_task(keeper.run())
+    finally:
+        herald.close()
+
+
+class _Keeper:
+    """One instance, over all its lives."""
+
+    def __init__(self, instance: Instance, model: str, conductor: str, open_link: OpenLink, herald: Link) -> None:
+        """`herald` tells the Conductor of the end of a life: that life's own link ends with it."""
+        self._instance = instance
+        self._model = model
+        self._conductor = conductor
+        self._open_link = open_link
+        self._herald = herald
+        self._said: tuple[str, float] | None = None
+        """What was last logged of it, and when."""
+
+    async def look(self) -> None:
+        """Raises ConfigError where a mistake in the configuration is plain to see."""
+        async with opened(self._instance) as server:
+            try:
+                await server.facts(self._model)
+            except WrongModelError as e:
+                raise ConfigError(f"{self._instance.id} at {self._instance.url}: {e}") from None
+            except FaultError as e:
+                self._say(str(e))
+
+    async def run(self) -> None:
+        pauses = Pauses()
+        while True:
+            async with opened(self._instance) as server:
+                facts = await self._facts(server)
+                if facts is not None:
+                    began = time.monotonic()
+                    await self._live(server, facts)
+                    pauses.lived(time.monotonic() - began)
+            await asyncio.sleep(pauses.next())
+
+    async def _facts(self, server: Server) -> Facts | None:
+        """None where it is not well."""
+        try:
+            facts = await server.facts(self._model)
+        except FaultError as e:
+            self._say(str(e))
+            return None
+        self._said = None
+        context = facts.context_tokens or DEFAULT_CONTEXT_TOKENS
+        size = facts.block_tokens or DEFAULT_BLOCK_TOKENS
+        blocks = facts.blocks or -(-context // size) * self._instance.max_sequences
+        return Facts(context, blocks, size, facts.caches_prefixes)
+
+    async def _live(self, server: Server, facts: Facts) -> None:
+        """Until the server is down."""
+        instance = self._instance
+        space = space_of(self._model, facts.block_tokens)
+        links: list[Link] = []
+        try:
+            links.append(self._open_link(instance.id))
+            links.append(self._open_link(PartId(f"{instance.id}{CACHE}")))
+            cache = CachePart(links[1], self._conductor, space, facts.blocks, facts.caches_prefixes)
+            adapter = Adapter(links[0], self._conductor, instance, self._model, facts, space, server, cache)
+            log.info(
+                "%s at %s: %d KV blocks of %d tokens, context %d",
+                *(instance.id, instance.url, facts.blocks, facts.block_tokens, facts.context_tokens),
+            )
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(cache.run())
+                tasks.create_task(adapter.run())
+        except* DownError as group:
+            reason = str(group.exceptions[0])
+            log.warning("%s: %s", instance.id, reason)
+            self._tell_lost([link.me for link in links], reason)
+        finally:
+            for link in links:
+                link.close()
+
+    def _tell_lost(self, parts: list[Peer], reason: str) -> None:
+        """At once: what was placed there goes on elsewhere."""
+        conductor = Peer(PartId("conductor"), Incarnation(""), self._conductor)
+        for part in parts:
+            self._herald.post(conductor, Lost(part.id, part.incarnation, reason))
+
+    def _say(self, what: str) -> None:
+        """Not the same again and again."""
+        now = time.monotonic()
+        if self._said is None or self._said[0] != what or now - self._said[1] > REMIND_SECONDS:
+            self._said = what, now
+            log.warning("%s at %s does not serve yet: %s", self._instance.id, self._instance.url, what)
