@@ -332,6 +332,7 @@ def test_a_refusal_is_a_status_with_its_reason(opened: Open) -> None:
         RejectReason.TBT_SLO: 429,
         RejectReason.CONTEXT: 400,
         RejectReason.NEVER_FITS: 400,
+        RejectReason.UNSERVABLE: 400,
         RejectReason.NO_INSTANCE: 503,
         RejectReason.ATTEMPTS: 503,
         RejectReason.DEADLINE: 504,

@@ -55,6 +55,10 @@ class FakeVllm:
         self.breaks_off_after: int | None = None
         """Tokens, after which an error comes in the stream."""
         self.step = 0.001
+        self.per_token = 0.0
+        """Seconds of computing a token of a prompt that is not cached."""
+        self._cached: set[tuple[int, ...]] = set()
+        """Prefixes of whole blocks."""
         self.blocks = 64
         self.usage_name = "kv_cache_usage_perc"
         self.cached_tokens: int | None = None
@@ -118,6 +122,8 @@ class FakeVllm:
 
     async def _stream(self, request: web.Request, response: web.StreamResponse, body: dict[str, Any]) -> None:
         tokens = list(body["prompt"])
+        cached = self._use(tokens)
+        await asyncio.sleep(self.per_token * (len(tokens) - cached))
         for count in range(body["max_tokens"]):
             if count == self.dies_after:
                 assert request.transport is not None
@@ -136,10 +142,18 @@ class FakeVllm:
             if finish is not None:
                 break
         usage: dict[str, Any] = {"prompt_tokens": len(body["prompt"])}
+        self._use(tokens[:-1])
         if self.cached_tokens is not None:
             usage["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
         await _send(response, {"choices": [], "usage": usage})
         await response.write(b"data: [DONE]\n\n")
+
+    def _use(self, tokens: list[int]) -> int:
+        """These are computed now. How many leading ones were."""
+        prefixes = [tuple(tokens[:end]) for end in range(BLOCK, len(tokens), BLOCK)]
+        cached = next((len(p) - BLOCK for p in prefixes if p not in self._cached), len(prefixes) * BLOCK)
+        self._cached.update(prefixes)
+        return cached
 
 
 async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:

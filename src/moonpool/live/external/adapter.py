@@ -78,6 +78,8 @@ class Adapter:
         self._life = WorkerLife(link, conductor, None, me, self._report, self._counters)
         self._jobs: dict[tuple[RequestId, int], Job] = {}
         self._ended = Endings()
+        self._stopped = Endings()
+        """Before they were handed over."""
         self._totals = Totals()
         self._load = Load()
         self._strangers = 0
@@ -162,6 +164,10 @@ class Adapter:
         if not self._jobs:
             self._heard_at = now
         self._jobs[job.id] = job
+        if job.has_first and self._stopped.has(*job.id):
+            job.finish = "stop"
+            self._leave(job)
+            return
         self._step_pace.restart(now)
         log.debug("request %s: %s attempt %d, %d tokens", work.label, *job.id, len(job.tokens))
         job.task = self._life.spawn(self._serve(job))
@@ -177,7 +183,9 @@ class Adapter:
 
     def _stop(self, request: RequestId, attempt: int) -> None:
         job = self._jobs.get((request, attempt))
-        if job is not None and job.finish is None:
+        if job is None:
+            self._stopped.add(request, attempt)
+        elif job.finish is None:
             job.finish = "stop"
             self._end(job)
 
