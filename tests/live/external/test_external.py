@@ -122,8 +122,8 @@ def test_a_server_that_dies_in_a_stream_is_gone_on_from_elsewhere(how: str) -> N
                 assert answer.finish == "length"
             assert gate.cluster.totals["resubmissions"] >= 1
             resumed = [body for body in servers[1].bodies if len(body["prompt"]) > len(prompt(0))]
-            # With the tokens that it had, and another seed than its first draws had.
-            assert {(len(body["prompt"]) - len(prompt(0)), body["max_tokens"]) for body in resumed} == {(5, 7)}
+            # With the tokens that it had (the last may come too late for that), and other draws than its first ones.
+            assert all(len(body["prompt"]) - len(prompt(0)) + body["max_tokens"] == 12 for body in resumed)
             assert all(body["seed"] != 7 for body in resumed)
 
     run(work())
