@@ -17,6 +17,7 @@ from moonpool.errors import ConfigError
 from moonpool.live.external.config import ExternalConfig, Instance, Role
 
 MAX_FILE_BYTES = 1 << 20
+ZMQ_ADDRESS = r"^(tcp|ipc)://\S+$"
 
 
 class _Server(Struct, frozen=True, rename="kebab", forbid_unknown_fields=True):
@@ -26,6 +27,8 @@ class _Server(Struct, frozen=True, rename="kebab", forbid_unknown_fields=True):
     max_sequences: Annotated[int, Meta(ge=1, le=1 << 20)] = 256
     api_key_env: str | None = None
     priorities: bool = False
+    kv_events: Annotated[str, Meta(pattern=ZMQ_ADDRESS)] | None = None
+    kv_events_replay: Annotated[str, Meta(pattern=ZMQ_ADDRESS)] | None = None
     stall_seconds: Annotated[float, Meta(gt=0, le=86400)] = 120.0
 
 
@@ -100,6 +103,8 @@ def _instance(file: Path, at: int, server: _Server) -> Instance:
         max_sequences=server.max_sequences,
         api_key=key,
         priorities=server.priorities,
+        kv_events=server.kv_events,
+        kv_events_replay=server.kv_events_replay,
         stall_seconds=server.stall_seconds,
     )
 

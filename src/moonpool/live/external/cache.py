@@ -1,8 +1,8 @@
 """What a server's own prefix cache holds, as a private node at the Conductor.
 
-The server does not tell block by block (unless its events are followed); but what was sent there is there, as long as
-it had no reason to give it up. Both sides evict what was used longest ago first, and a prompt's end before its
-beginning.
+Where its KV events are followed (`follower.py`), it tells block by block. Else what was sent there is taken to be
+there, as long as it had no reason to give it up: both sides evict what was used longest ago first, and a prompt's end
+before its beginning.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from moonpool.core.actions import ReserveRoom, SendSnapshot
 from moonpool.core.blocks import key_space_id
 from moonpool.core.events import BlocksRemoved, BlocksStored, Registered, Reported, RoomConfirmed, Snapshot
 from moonpool.core.vocabulary import BlockKey, Capacity, KeySpace, PartId, PartKind
 from moonpool.errors import PeerUnavailableError
+from moonpool.live.external.events import Known
 from moonpool.store.announcements import Announcements
 from moonpool.store.blocks import Change
 from moonpool.wire.link import Link
@@ -60,6 +61,14 @@ class PrefixCache:
         """How many of the leading ones it has."""
         return next((at for at, key in enumerate(keys) if key not in self._blocks), len(keys))
 
+    def put(self, keys: Iterable[BlockKey]) -> None:
+        """As the server said: what has to go for them it says as well."""
+        self._blocks.update(dict.fromkeys(keys))
+
+    def remove(self, keys: Iterable[BlockKey]) -> None:
+        for key in keys:
+            self._blocks.pop(key, None)
+
     def use(self, keys: Sequence[BlockKey]) -> tuple[list[BlockKey], list[BlockKey]]:
         """A prompt's blocks, the first one first, are read or written now. Those that came, and those that went."""
         keys = keys[: self._capacity]
@@ -74,11 +83,20 @@ class PrefixCache:
 class CachePart:
     """The node `<instance>.cache`: it announces blocks, and has no bytes."""
 
-    def __init__(self, link: Link, conductor: str, space: KeySpace, blocks: int, caches: bool) -> None:
-        """`blocks`: of KV that the server has."""
+    def __init__(
+        self,
+        link: Link,
+        conductor: str,
+        space: KeySpace,
+        blocks: int,
+        caches: bool,
+        counters: Callable[[], dict[str, float]] | None = None,
+    ) -> None:
+        """`blocks`: of KV that the server has. `counters`: of whoever tells what came and went; None: nobody does."""
         self._link = link
         self._space = space
         self._cache = PrefixCache(blocks if caches else 0)
+        self._told = counters
         self._bytes = blocks * space.block_bytes
         self._pending = asyncio.Event()
         self._announced = 0
@@ -109,8 +127,18 @@ class CachePart:
         return self._cache.match(keys)
 
     def use(self, keys: Sequence[BlockKey]) -> None:
-        """These blocks of one prompt are in the server's cache now."""
-        came, went = self._cache.use(keys)
+        """These blocks of one prompt are in the server's cache now, if nobody tells better."""
+        if self._told is None:
+            came, went = self._cache.use(keys)
+            self._note(came, went)
+
+    def told(self, known: Known) -> None:
+        """By the server."""
+        self._cache.remove(known.went)
+        self._cache.put(known.came)
+        self._note(known.came, known.went)
+
+    def _note(self, came: Iterable[BlockKey], went: Iterable[BlockKey]) -> None:
         changes = [Change(False, (self._space.id, key)) for key in went]
         changes += [Change(True, (self._space.id, key)) for key in came]
         self._announcements.note(changes)
@@ -157,4 +185,5 @@ class CachePart:
         return Reported(me.id, me.incarnation, used_bytes=used, announced=self._announced)
 
     def _counters(self) -> dict[str, float]:
-        return {"blocks_known": len(self._cache)}
+        own = {"blocks_known": float(len(self._cache)), "follows_kv_events": float(self._told is not None)}
+        return own if self._told is None else own | self._told()

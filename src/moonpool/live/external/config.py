@@ -29,6 +29,9 @@ class Instance(Struct, frozen=True):
     api_key: str | None = None
     priorities: bool = False
     """It runs with `--scheduling-policy priority`; else it refuses any priority."""
+    kv_events: str | None = None
+    """ZMQ address of its KV events, `tcp://host:port`; with `*` for host it connects to here."""
+    kv_events_replay: str | None = None
     stall_seconds: float = 120.0
     """A request for which nothing comes for so long is given up."""
 

@@ -8,13 +8,15 @@ import time
 from collections.abc import Callable
 
 from moonpool.core.events import Lost
-from moonpool.core.vocabulary import Incarnation, PartId, Peer
+from moonpool.core.vocabulary import Incarnation, KeySpace, PartId, Peer
 from moonpool.errors import ConfigError
 from moonpool.live.external.adapter import Adapter, DownError
 from moonpool.live.external.breaker import Pauses
 from moonpool.live.external.cache import CACHE, CachePart, space_of
 from moonpool.live.external.config import ExternalConfig, Instance
 from moonpool.live.external.dialect import FaultError
+from moonpool.live.external.events import BlockTable
+from moonpool.live.external.follower import Follower
 from moonpool.live.external.server import Facts, Server, WrongModelError, opened
 from moonpool.wire.link import Link
 
@@ -99,13 +101,15 @@ class _Keeper:
         try:
             links.append(self._open_link(instance.id))
             links.append(self._open_link(PartId(f"{instance.id}{CACHE}")))
-            cache = CachePart(links[1], self._conductor, space, facts.blocks, facts.caches_prefixes)
+            cache, follower = self._cache(links[1], space, facts)
             adapter = Adapter(links[0], self._conductor, instance, self._model, facts, space, server, cache)
             log.info(
                 "%s at %s: %d KV blocks of %d tokens, context %d",
                 *(instance.id, instance.url, facts.blocks, facts.block_tokens, facts.context_tokens),
             )
             async with asyncio.TaskGroup() as tasks:
+                if follower is not None:
+                    tasks.create_task(follower.run())
                 tasks.create_task(cache.run())
                 tasks.create_task(adapter.run())
         except* DownError as group:
@@ -115,6 +119,16 @@ class _Keeper:
         finally:
             for link in links:
                 link.close()
+
+    def _cache(self, link: Link, space: KeySpace, facts: Facts) -> tuple[CachePart, Follower | None]:
+        instance = self._instance
+        blocks, caches = facts.blocks, facts.caches_prefixes
+        if instance.kv_events is None:
+            return CachePart(link, self._conductor, space, blocks, caches), None
+        table = BlockTable(space)
+        follower = Follower(instance.kv_events, instance.kv_events_replay, table, lambda known: cache.told(known))
+        cache = CachePart(link, self._conductor, space, blocks, caches, follower.counters)
+        return cache, follower
 
     def _tell_lost(self, parts: list[Peer], reason: str) -> None:
         """At once: what was placed there goes on elsewhere."""
