@@ -1,4 +1,4 @@
-"""The copy that decode steps read goes with the pages, whoever writes them."""
+"""The copy that decode steps through torch read goes with the pages, whoever writes them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GREEDY = Sampling(seed=0, temperature=0.0, max_tokens=64, ignore_eos=True)
 
 @pytest.fixture
 def roomy(smollm2: Path) -> TorchEngine:
-    return TorchEngine(smollm2, page_count=24, poison=True)
+    return TorchEngine(smollm2, page_count=24, poison=True, kernels=False)
 
 
 def prefill(engine: TorchEngine, length: int, pages: list[int], seed: int = 0) -> list[int]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moonpool.engine.contexts import Contexts, Seated
 from moonpool.engine.engine import Row
+from moonpool.engine.native import LANES, MOST_ROWS, Kernels, Step
 from moonpool.engine.pages import Pages
 
 ATTENTION = "moonpool"
@@ -82,8 +83,10 @@ class Batch:
         contexts: Contexts | None,
         rows: Sequence[Row],
         on_layer: Callable[[int], None] | None,
+        kernels: Kernels | None = None,
     ) -> None:
         self.pages, self.scratch, self.on_layer = pages, scratch, on_layer
+        self._kernels = kernels
         self._device = device = pages.device
         self._block = block = pages.block_tokens
         ids: list[int] = []
@@ -110,7 +113,13 @@ class Batch:
         pages.touch(set(written))
         if self.seated is not None and contexts is not None:
             contexts.stamp()
-        if self.seated is None:
+        self._single: Step | None = None
+        if decodes and kernels is not None and pages.shape[-1] % LANES == 0:
+            used = [row.pages[: _pages(row.start + 1, block)] for _, row in decodes]
+            self._single = Step(used, [row.start + 1 for _, row in decodes], block)
+        self.decoding = self._single if not self.chunks and on_layer is None and len(rows) <= MOST_ROWS else None
+        """Set where all rows are tokens that decode, which kernels take through whole modules."""
+        if self.seated is None and self._single is None:
             self.groups = [self._group(group) for group in _alike(decodes, block)]
         self._singles = torch.tensor([first for first, _ in decodes], device=device)
         self._padding = _padding(self.seated, device) if self.seated is not None else None
@@ -154,6 +163,8 @@ class Batch:
         if self.on_layer is not None:
             self.on_layer(layer)
         cache = self.pages.rows(layer)
+        if not self.chunks and self._single is not None:
+            return self._attend_natively(self._single, layer, qkv, heads, scale)
         if not self.chunks and self.seated is not None:
             return self._attend_seated(self.seated, layer, query, both, scale)
         if not self.chunks and len(self.groups) == 1:
@@ -164,6 +175,9 @@ class Batch:
         for chunk in self.chunks:
             part = slice(chunk.first, chunk.first + chunk.count)
             out[part] = _prefill(chunk, cache, self.scratch, query[part], both[part], scale)
+        if self._single is not None:
+            drawn = self._attend_natively(self._single, layer, qkv.index_select(0, self._singles), heads, scale)
+            out.index_copy_(0, self._singles, drawn)
         for group in self.groups:
             picked = query.index_select(0, group.rows)
             out.index_copy_(0, group.rows, _decode(group, cache, self.scratch, picked, scale))
@@ -173,6 +187,10 @@ class Batch:
             drawn = self._attend_seated(self.seated, layer, query.index_select(0, singles), new, scale)
             out.index_copy_(0, singles, drawn)
         return out
+
+    def _attend_natively(self, step: Step, layer: int, qkv: Tensor, heads: int, scale: float | None) -> Tensor:
+        assert self._kernels is not None
+        return self._kernels.attend(step, qkv.contiguous(), heads, scale, self.pages.tensor(layer))
 
     def _attend_seated(self, seated: Seated, layer: int, query: Tensor, both: Tensor, scale: float | None) -> Tensor:
         """[rows, H, D] from [rows, H, D] and the rows' new K and V [rows, 2, KV, D]."""

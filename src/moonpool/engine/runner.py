@@ -20,6 +20,7 @@ from moonpool.engine.layers import replace
 from moonpool.engine.linear import linear_maker
 from moonpool.engine.loading import end_tokens, keep_freed_memory, load_config, load_model, trim_memory
 from moonpool.engine.model import fingerprint
+from moonpool.engine.native import load as load_kernels
 from moonpool.engine.pages import DevicePages, Pages
 from moonpool.engine.pipeline import layers_of
 from moonpool.engine.quantize import SCHEME, Int8Linear, check_supported
@@ -37,6 +38,7 @@ class TorchEngine:
     `stage` (number, of so many): only this part of the layers, for `stage()`; the rest is not read.
 
     `quantize`: none, or int8 (see `quantize.py`).
+    `kernels`: false leaves out our own (`native.py`), which float32 and int8 on a CPU decode with.
     `poison` (tests) starts with all pages full of NaN, so that a read of memory nobody wrote shows.
     Raises `ModelError` for a model that would be computed wrongly or does not load.
     """
@@ -52,6 +54,7 @@ class TorchEngine:
         device: str = "cpu",
         quantize: str = "none",
         poison: bool = False,
+        kernels: bool = True,
         stage: tuple[int, int] = (0, 1),
     ) -> None:
         if dtype not in DTYPES:
@@ -67,14 +70,16 @@ class TorchEngine:
         self._model: PreTrainedModel = load_model(
             path, config, DTYPES[dtype], self.device, None if stage[1] == 1 else self._layers
         )
-        make = linear_maker(DTYPES[dtype], self.device) if quantize == "none" else Int8Linear
-        replace(self._model, self._model.model.layers, make)
+        on_cpu = self.device.type == "cpu"
+        self._kernels = load_kernels(threads) if on_cpu and dtype == "float32" and kernels else None
+        make = linear_maker(DTYPES[dtype], self.device, self._kernels) if quantize == "none" else Int8Linear
+        replace(self._model, self._model.model.layers, make, self._kernels)
         trim_memory()
         self._hidden_type = DTYPES[dtype]
         self._hidden_size = int(config.hidden_size)
         self._pages = self._make_pages(page_count, block_tokens, DTYPES[dtype])
         self._scratch = Scratch(self._pages, DTYPES[dtype])
-        self._contexts = Contexts(self._pages, DTYPES[dtype]) if self.device.type == "cpu" else None
+        self._contexts = Contexts(self._pages, DTYPES[dtype]) if on_cpu and self._kernels is None else None
         self.poison = poison
         if poison:
             for page in range(page_count):
@@ -192,7 +197,7 @@ class TorchEngine:
         for row in rows:
             self._check(row)
         self._pages.settle(rows)
-        batch = Batch(self._pages, self._scratch, self._contexts, rows, on_layer)
+        batch = Batch(self._pages, self._scratch, self._contexts, rows, on_layer, self._kernels)
         given: dict[str, Tensor] = {"input_ids": batch.ids}
         if hidden is not None:
             before = torch.from_numpy(hidden).view(self._hidden_type).view(1, -1, self._hidden_size)

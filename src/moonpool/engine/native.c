@@ -1,0 +1,290 @@
+/* Kernels for the tokens that decode on a CPU: few rows, all weights. native.py compiles this for the machine it is on.
+ *
+ * A product of few rows is bound by reading the weights once, and the forty small operations of a layer cost as much
+ * again when each is a call into torch. Here a layer is four calls: two norms, attention, the gated MLP.
+ *
+ * Weights are float32 in oneDNN's packed layout, [outputs / 64][depth][64], so that long prompts (through torch) and
+ * decoding read the same memory; native.py checks that they lie so. The sum of an output runs over its inputs in
+ * order whatever the number of rows: a row is the same to the last bit in every batch.
+ */
+
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <string.h>
+
+#define PANEL 64 /* outputs that lie together */
+#define STRIP 32 /* outputs that are summed at a time, and the unit in which threads share a layer */
+#define DEPTH 64 /* inputs of a panel that stay in the first cache while all rows pass */
+#define GROUP 3  /* most rows whose sums stay in registers */
+#define LANES 8
+#define LINE 16 /* floats of a line of a cache */
+
+typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t whole __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 8")
+
+typedef struct {
+    const float *weight, *bias; /* bias: NULL without */
+    int64_t inputs, outputs, depth; /* depth: of the layout, at least `inputs` */
+} Linear;
+
+typedef struct {
+    Linear qkv, out;
+    const float *q_norm, *k_norm;          /* NULL without */
+    int64_t together;                      /* norms over all heads of a token instead of each */
+    int64_t heads, kv_heads, dim, rotated; /* rotated: dimensions of a head that turn, 0 for none */
+    float q_eps, k_eps, scale;
+} Attention;
+
+typedef struct {
+    Linear gate_up, down;
+} Mlp;
+
+typedef struct {
+    int64_t rows, width, block, threads;
+    const int64_t *tables;         /* [rows, width] pages */
+    const int64_t *ends;           /* [rows] tokens, the new one included */
+    const float *cosines, *sines;  /* [rows, rotated]; the first half of the sines is negated */
+    float *scratch;                /* for sums between products, and [threads, room] of scores */
+    int64_t room;
+} Step;
+
+INLINE lanes spread(float x) { return x - (lanes){0}; }
+
+INLINE lanes choose(whole mask, lanes yes, lanes no) { return (lanes)((mask & (whole)yes) | (~mask & (whole)no)); }
+
+INLINE float total(lanes x) {
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += x[i];
+    return sum;
+}
+
+INLINE lanes exponential(lanes x) { /* e^x for x <= 0, to 2 units in the last place; NaN stays */
+    x = choose(x < -87.0f, spread(-87.0f), x);
+    lanes shifted = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: rounds to an integer in the low bits */
+    lanes n = shifted - 12582912.0f;
+    lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    lanes p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    whole power = (whole)shifted << 23;
+    return (lanes)((whole)p + power);
+}
+
+/* sums[R, PANEL] += x[R, depth] times w[depth, V * LANES]; a line of what comes next is asked for at each step. */
+#define MULTIPLY(R, V)                                                                                                 \
+    static void multiply_##R(const float *x, int64_t stride, const float *w, int64_t depth, float *sums,              \
+                             const float *ahead) {                                                                     \
+        lanes sum[R][V];                                                                                               \
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < V; v++) sum[r][v] =                              \
+            *(const lanes *)(sums + r * PANEL + v * LANES);                                                            \
+        for (int64_t k = 0; k < depth; k++) {                                                                          \
+            lanes weight[V];                                                                                           \
+            UNROLL for (int v = 0; v < V; v++) weight[v] = *(const lanes *)(w + k * PANEL + v * LANES);                \
+            __builtin_prefetch(ahead + k * LINE, 0, 2);                                                                  \
+            UNROLL for (int r = 0; r < R; r++) {                                                                       \
+                lanes value = spread(x[r * stride + k]);                                                               \
+                UNROLL for (int v = 0; v < V; v++) sum[r][v] += value * weight[v];                                     \
+            }                                                                                                          \
+        }                                                                                                              \
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < V; v++) *(lanes *)(sums + r * PANEL + v * LANES) \
+            = sum[r][v];                                                                                               \
+    }
+MULTIPLY(1, 4)
+MULTIPLY(2, 4)
+MULTIPLY(3, 4)
+
+static void multiply(int64_t rows, const float *x, int64_t stride, const float *w, int64_t depth, float *sums, const float *ahead) {
+    switch (rows) {
+        case 1: multiply_1(x, stride, w, depth, sums, ahead); return;
+        case 2: multiply_2(x, stride, w, depth, sums, ahead); return;
+        case 3: multiply_3(x, stride, w, depth, sums, ahead); return;
+    }
+}
+
+/* sums[rows, PANEL] += x[rows, depth] times a panel's outputs from..to, whose next inputs are fetched meanwhile. */
+static void multiply_block(int64_t rows, const float *x, int64_t stride, const float *w, int64_t depth, int64_t from,
+                           int64_t to, float *sums) {
+    int64_t groups = (rows + GROUP - 1) / GROUP, part = 0;
+    for (int64_t g = 0; g < groups; g++) {
+        int64_t r = rows * g / groups, count = rows * (g + 1) / groups - r;
+        for (int64_t at = from; at < to; at += STRIP) {
+            const float *ahead = w + (DEPTH + part++ * DEPTH * LINE / PANEL % DEPTH) * PANEL;
+            multiply(count, x + r * stride, stride, w + at, depth, sums + r * PANEL + at, ahead);
+        }
+    }
+}
+
+/* This thread's share of x[rows, inputs] times a linear layer; out[rows, outputs]. Within a parallel region. */
+static void product(const Linear *layer, const float *x, float *out, int64_t rows) {
+    int64_t inputs = layer->inputs, outputs = layer->outputs, strips = (outputs + STRIP - 1) / STRIP;
+    int64_t me = omp_get_thread_num(), all = omp_get_num_threads();
+    int64_t first = strips * me / all * STRIP, end = strips * (me + 1) / all * STRIP;
+    float sums[rows * PANEL] __attribute__((aligned(64)));
+    for (int64_t panel = first / PANEL * PANEL; panel < end; panel += PANEL) {
+        int64_t from = first > panel ? first - panel : 0, to = end - panel < PANEL ? end - panel : PANEL;
+        const float *w = layer->weight + panel * layer->depth;
+        memset(sums, 0, sizeof sums);
+        for (int64_t k = 0; k < inputs; k += DEPTH)
+            multiply_block(rows, x + k, inputs, w + k * PANEL, inputs - k < DEPTH ? inputs - k : DEPTH, from, to, sums);
+        to = outputs - panel < to ? outputs - panel : to;
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t i = from; i < to; i++)
+                out[r * outputs + panel + i] = sums[r * PANEL + i] + (layer->bias ? layer->bias[panel + i] : 0.0f);
+    }
+#pragma omp barrier
+}
+
+static void normalize(const float *x, const float *weight, float *out, int64_t width, float eps) {
+    lanes squares = {0};
+    float rest = 0;
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) {
+        lanes part = *(const lanes *)(x + i);
+        squares += part * part;
+    }
+    for (; i < width; i++) rest += x[i] * x[i];
+    float factor = 1.0f / sqrtf((total(squares) + rest) / (float)width + eps);
+    for (i = 0; i < width; i++) out[i] = x[i] * factor * weight[i];
+}
+
+static void normalize_heads(float *heads, const float *weight, int64_t count, int64_t dim, int64_t together, float eps) {
+    if (together)
+        normalize(heads, weight, heads, count * dim, eps);
+    else
+        for (int64_t h = 0; h < count; h++) normalize(heads + h * dim, weight, heads + h * dim, dim, eps);
+}
+
+static void rotate(float *head, const float *cosine, const float *sine, int64_t rotated) {
+    int64_t half = rotated / 2;
+    for (int64_t i = 0; i < half; i++) {
+        float low = head[i], high = head[i + half];
+        head[i] = low * cosine[i] + high * sine[i];
+        head[i + half] = high * cosine[i + half] + low * sine[i + half];
+    }
+}
+
+/* Norms and positions of one row's queries and keys; its K and V go to their page. */
+static void place(const Attention *a, const Step *step, float *qkv, float *cache, int64_t row) {
+    int64_t kv = a->kv_heads * a->dim, at = step->ends[row] - 1;
+    float *keys = qkv + a->heads * a->dim;
+    if (a->q_norm) normalize_heads(qkv, a->q_norm, a->heads, a->dim, a->together, a->q_eps);
+    if (a->k_norm) normalize_heads(keys, a->k_norm, a->kv_heads, a->dim, a->together, a->k_eps);
+    if (a->rotated)
+        for (int64_t h = 0; h < a->heads + a->kv_heads; h++)
+            rotate(qkv + h * a->dim, step->cosines + row * a->rotated, step->sines + row * a->rotated, a->rotated);
+    float *page = cache + step->tables[row * step->width + at / step->block] * 2 * step->block * kv;
+    for (int64_t i = 0; i < kv; i++) {
+        page[at % step->block * kv + i] = keys[i];
+        page[(step->block + at % step->block) * kv + i] = keys[kv + i];
+    }
+}
+
+/* One query head over its context; `scores` has room for it. */
+static void attend(const Attention *a, const Step *step, const float *query, const float *cache, int64_t row,
+                   int64_t kv_head, float *scores, float *out) {
+    int64_t kv = a->kv_heads * a->dim, dim = a->dim, block = step->block, end = step->ends[row];
+    const int64_t *table = step->tables + row * step->width;
+    float most = -INFINITY;
+    for (int64_t first = 0; first < end; first += block) {
+        const float *keys = cache + table[first / block] * 2 * block * kv + kv_head * dim;
+        for (int64_t t = first; t < end && t < first + block; t++, keys += kv) {
+            lanes low = {0}, high = {0};
+            int64_t i = 0;
+            for (; i + 2 * LANES <= dim; i += 2 * LANES) {
+                low += *(const lanes *)(query + i) * *(const lanes *)(keys + i);
+                high += *(const lanes *)(query + i + LANES) * *(const lanes *)(keys + i + LANES);
+            }
+            if (i < dim) low += *(const lanes *)(query + i) * *(const lanes *)(keys + i);
+            scores[t] = total(low + high) * a->scale;
+            most = scores[t] > most ? scores[t] : most;
+        }
+    }
+    for (int64_t t = end; t % LANES; t++) scores[t] = -INFINITY;
+    lanes sum = {0};
+    for (int64_t t = 0; t < end; t += LANES) {
+        lanes part = exponential(*(const lanes *)(scores + t) - most);
+        *(lanes *)(scores + t) = part;
+        for (int i = 0; i < LANES; i++) sum[i] += t + i < end ? part[i] : 0.0f;
+    }
+    float share = 1.0f / total(sum);
+    for (int64_t d = 0; d < dim; d += 4 * LANES) {
+        int64_t vectors = (dim - d) / LANES < 4 ? (dim - d) / LANES : 4;
+        lanes mixed[4] = {{0}};
+        for (int64_t first = 0; first < end; first += block) {
+            const float *values = cache + (table[first / block] * 2 + 1) * block * kv + kv_head * dim + d;
+            for (int64_t t = first; t < end && t < first + block; t++, values += kv) {
+                if (vectors == 4)
+                    UNROLL for (int v = 0; v < 4; v++) mixed[v] += scores[t] * *(const lanes *)(values + v * LANES);
+                else
+                    for (int v = 0; v < vectors; v++) mixed[v] += scores[t] * *(const lanes *)(values + v * LANES);
+            }
+        }
+        for (int v = 0; v < vectors; v++) *(lanes *)(out + d + v * LANES) = mixed[v] * share;
+    }
+}
+
+
+/* All rows, one query head at a time. Within a parallel region. */
+static void attend_all(const Attention *a, const Step *step, const float *qkv, const float *cache, float *scores,
+                       float *out) {
+    int64_t heads = a->heads, all = heads + 2 * a->kv_heads;
+    float *own = scores + omp_get_thread_num() * step->room;
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < step->rows * heads; i++) {
+        int64_t row = i / heads, head = i % heads;
+        attend(a, step, qkv + (row * all + head) * a->dim, cache, row, head / (heads / a->kv_heads), own,
+               out + i * a->dim);
+    }
+}
+
+void moonpool_norm(const float *x, const float *weight, float *out, int64_t rows, int64_t width, float eps) {
+    for (int64_t r = 0; r < rows; r++) normalize(x + r * width, weight, out + r * width, width, eps);
+}
+
+void moonpool_linear(const Linear *layer, const float *x, float *out, int64_t rows, int64_t threads) {
+#pragma omp parallel num_threads(threads)
+    product(layer, x, out, rows);
+}
+
+void moonpool_mlp(const Mlp *mlp, const float *x, float *out, float *scratch, int64_t rows, int64_t threads) {
+    int64_t width = mlp->down.inputs;
+    float *activated = scratch + rows * 2 * width;
+#pragma omp parallel num_threads(threads)
+    {
+        product(&mlp->gate_up, x, scratch, rows);
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < rows * (width / LANES); i++) {
+            int64_t row = i / (width / LANES), at = i % (width / LANES) * LANES;
+            const float *gate = scratch + row * 2 * width + at;
+            lanes x = *(const lanes *)gate, up = *(const lanes *)(gate + width);
+            lanes small = exponential(choose(x < 0.0f, x, -x)); /* e^-|x| */
+            *(lanes *)(activated + row * width + at) = x * choose(x < 0.0f, small, spread(1.0f)) / (small + 1.0f) * up;
+        }
+        product(&mlp->down, activated, out, rows);
+    }
+}
+
+/* qkv[rows, heads + 2 kv_heads, dim], rotated already: for batches of which only some rows decode. */
+void moonpool_attend(const Attention *a, const Step *step, const float *qkv, const float *cache, float *out) {
+#pragma omp parallel num_threads(step->threads)
+    attend_all(a, step, qkv, cache, step->scratch, out);
+}
+
+void moonpool_attention(const Attention *a, const Step *step, const float *x, float *cache, float *out) {
+    int64_t rows = step->rows;
+    float *qkv = step->scratch, *mixed = qkv + rows * a->qkv.outputs, *scores = mixed + rows * a->out.inputs;
+#pragma omp parallel num_threads(step->threads)
+    {
+        product(&a->qkv, x, qkv, rows);
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; row++) place(a, step, qkv + row * a->qkv.outputs, cache, row);
+        attend_all(a, step, qkv, cache, scores, mixed);
+        product(&a->out, mixed, out, rows);
+    }
+}

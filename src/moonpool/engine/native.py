@@ -1,0 +1,247 @@
+"""Kernels of our own for tokens that decode on a CPU (native.c), compiled once for the machine that they run on.
+
+They need GCC, whose OpenMP threads are torch's own; without it decoding goes through torch, and `load` says so. What
+was compiled lies in `kernels` of Moonpool's cache directory, under a name that changes with source, compiler and
+processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moonpool.engine.model import home
+
+log = logging.getLogger(__name__)
+
+MOST_ROWS = 32
+"""Beyond that torch's products of many rows are as fast."""
+LANES = 8
+"""Dimensions of a head, and of an MLP's middle, come in multiples of it."""
+PANEL = 64
+COMPILE_SECONDS = 60.0
+OPTIONS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
+SAMPLED = 4096
+SOURCE = Path(__file__).with_name("native.c")
+
+
+class LinearShape(ctypes.Structure):
+    """`Linear` of native.c."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("inputs", ctypes.c_int64),
+        ("outputs", ctypes.c_int64),
+        ("depth", ctypes.c_int64),
+    )
+
+
+class AttentionShape(ctypes.Structure):
+    """`Attention` of native.c."""
+
+    _fields_ = (
+        ("qkv", LinearShape),
+        ("out", LinearShape),
+        ("q_norm", ctypes.c_void_p),
+        ("k_norm", ctypes.c_void_p),
+        ("together", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("dim", ctypes.c_int64),
+        ("rotated", ctypes.c_int64),
+        ("q_eps", ctypes.c_float),
+        ("k_eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+    )
+
+
+class MlpShape(ctypes.Structure):
+    """`Mlp` of native.c."""
+
+    _fields_ = (("gate_up", LinearShape), ("down", LinearShape))
+
+
+class StepShape(ctypes.Structure):
+    """`Step` of native.c."""
+
+    _fields_ = (
+        ("rows", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("block", ctypes.c_int64),
+        ("threads", ctypes.c_int64),
+        ("tables", ctypes.c_void_p),
+        ("ends", ctypes.c_void_p),
+        ("cosines", ctypes.c_void_p),
+        ("sines", ctypes.c_void_p),
+        ("scratch", ctypes.c_void_p),
+        ("room", ctypes.c_int64),
+    )
+
+
+class Step:
+    """The tokens of one step that are a sequence's only one in it. `ends`: tokens of each, its new one included."""
+
+    def __init__(self, tables: Sequence[Sequence[int]], ends: Sequence[int], block: int) -> None:
+        width = max(map(len, tables))
+        padded = [[*table, *[0] * (width - len(table))] for table in tables]
+        self._tables, self._ends = torch.tensor(padded), torch.tensor(ends)
+        self.longest = max(ends)
+        self.shape = StepShape(
+            rows=len(ends), width=width, block=block, tables=self._tables.data_ptr(), ends=self._ends.data_ptr()
+        )
+
+
+class Kernels:
+    """The compiled functions for one engine: one thread calls them. Tensors are contiguous float32 on the CPU."""
+
+    def __init__(self, library: ctypes.CDLL, threads: int) -> None:
+        self._threads = threads
+        self._scratch = torch.empty(0)
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        self._norm = _function(library.moonpool_norm, [pointer] * 3 + [size] * 2 + [ctypes.c_float])
+        self._linear = _function(library.moonpool_linear, [pointer] * 3 + [size] * 2)
+        self._mlp = _function(library.moonpool_mlp, [pointer] * 4 + [size] * 2)
+        self._attend = _function(library.moonpool_attend, [pointer] * 5)
+        self._attention = _function(library.moonpool_attention, [pointer] * 5)
+
+    def norm(self, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMS norm over the last axis."""
+        width = len(weight)
+        out = torch.empty_like(hidden)
+        rows = hidden.numel() // width
+        self._norm(hidden.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps)
+        return out
+
+    def linear(self, layer: LinearShape, hidden: Tensor) -> Tensor:
+        """[..., inputs] to [..., outputs]."""
+        out = hidden.new_empty((*hidden.shape[:-1], layer.outputs))
+        rows = hidden.numel() // layer.inputs
+        self._linear(ctypes.addressof(layer), hidden.data_ptr(), out.data_ptr(), rows, self._threads)
+        return out
+
+    def mlp(self, mlp: MlpShape, hidden: Tensor) -> Tensor:
+        """[..., inputs] to the same: down(silu(gate) * up)."""
+        out = torch.empty_like(hidden)
+        rows = hidden.numel() // mlp.gate_up.inputs
+        scratch = self._room(rows * 3 * mlp.down.inputs)
+        self._mlp(ctypes.addressof(mlp), hidden.data_ptr(), out.data_ptr(), scratch, rows, self._threads)
+        return out
+
+    def attend(self, step: Step, qkv: Tensor, heads: int, scale: float | None, cache: Tensor) -> Tensor:
+        """[rows, H, D] from [rows, H + 2 KV, D] with positions; the rows' K and V are in the cache already."""
+        rows, all_heads, dim = qkv.shape
+        scale = dim**-0.5 if scale is None else scale
+        attention = AttentionShape(heads=heads, kv_heads=(all_heads - heads) // 2, dim=dim, scale=scale)
+        out = qkv.new_empty((rows, heads, dim))
+        self._prepare(step, 0)
+        self._attend(*map(ctypes.addressof, (attention, step.shape)), *_pointers(qkv, cache, out))
+        return out
+
+    def attention(
+        self, attention: AttentionShape, step: Step, hidden: Tensor, embeddings: tuple[Tensor, Tensor], cache: Tensor
+    ) -> Tensor:
+        """[..., hidden] to the same; K and V are written to the cache, a layer's pages (`Pages.tensor`)."""
+        out = torch.empty_like(hidden)
+        step.shape.cosines, step.shape.sines = _pointers(*embeddings)
+        self._prepare(step, step.shape.rows * (attention.qkv.outputs + attention.out.inputs))
+        self._attention(*map(ctypes.addressof, (attention, step.shape)), *_pointers(hidden, cache, out))
+        return out
+
+    def _prepare(self, step: Step, sums: int) -> None:
+        step.shape.room = room = -(-step.longest // LANES) * LANES
+        step.shape.scratch = self._room(sums + room * self._threads)
+        step.shape.threads = self._threads
+
+    def _room(self, floats: int) -> int:
+        if self._scratch.numel() < floats:
+            self._scratch = torch.empty(2 * floats)
+        return self._scratch.data_ptr()
+
+
+def linear_shape(packed: Tensor, plain: Tensor, bias: Tensor | None) -> LinearShape | None:
+    """What the kernels need of oneDNN's packed weights; None where they do not lie as the kernels read them.
+
+    `plain` [outputs, inputs] is what was packed: some thousand of its weights are looked up.
+    """
+    outputs, inputs = plain.shape
+    panels = -(-outputs // PANEL)
+    depth = torch.ops.mkldnn._nbytes(packed) // (4 * PANEL * panels)
+    if depth < inputs:
+        return None
+    address, count = torch.ops.mkldnn.data_ptr(packed), depth * PANEL * panels
+    memory = torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(outputs, (SAMPLED,), generator=generator)
+    columns = torch.randint(inputs, (SAMPLED,), generator=generator)
+    places = (rows // PANEL * depth + columns) * PANEL + rows % PANEL
+    if not torch.equal(memory[places], plain[rows, columns]):
+        return None
+    return LinearShape(address, bias.data_ptr() if bias is not None else None, inputs, outputs, depth)
+
+
+def load(threads: int) -> Kernels | None:
+    """The kernels, compiled unless they were before. None, and a line in the log, where that cannot be done."""
+    try:
+        return Kernels(ctypes.CDLL(str(_compiled())), threads)
+    except _LackError as lack:
+        log.warning("decoding goes through torch, which is slower: %s", lack)
+        return None
+
+
+class _LackError(Exception):
+    """Why there are no kernels, and what would help."""
+
+
+def _compiled() -> Path:
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        raise _LackError("there is no gcc to compile kernels with; install it")
+    folder = home() / "kernels"
+    try:
+        version = subprocess.run([compiler, "-v"], capture_output=True, timeout=COMPILE_SECONDS, check=True).stderr
+        known = hashlib.sha256(SOURCE.read_bytes() + version + " ".join(OPTIONS).encode() + _processor()).hexdigest()
+        library = folder / f"{known[:32]}.so"
+        if not library.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as place:
+                made = Path(place) / library.name
+                command = [compiler, *OPTIONS, str(SOURCE), "-o", str(made), "-lm"]
+                subprocess.run(command, capture_output=True, timeout=COMPILE_SECONDS, check=True)
+                made.replace(library)
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode(errors="replace").strip().splitlines()
+        raise _LackError(f"{compiler} does not compile them: {said[0] if said else error}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _LackError(f"they cannot be compiled into {folder}: {error}") from error
+    return library
+
+
+def _processor() -> bytes:
+    """What `-march=native` looks at."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor().encode()
+    wanted = ("vendor_id", "cpu family", "model", "flags", "Features")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)})).encode()
+
+
+def _function(function: Any, arguments: Sequence[Any]) -> Any:
+    function.argtypes, function.restype = arguments, None
+    return function
+
+
+def _pointers(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.data_ptr() for tensor in tensors)
