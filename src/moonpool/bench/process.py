@@ -69,13 +69,25 @@ class Worker:
 
     def order(self, do: str, **what: Any) -> list[float]:
         """Seconds of every call. Raises MoonpoolError where the store fails, answers nothing, or has ended."""
+        seconds: list[float] = self.ask(do, **what).get("seconds", [])
+        return seconds
+
+    def ask(self, do: str, **what: Any) -> dict[str, Any]:
+        """All that is answered. Raises as `order`."""
+        self.send(do, **what)
+        return self.receive(do)
+
+    def send(self, do: str, **what: Any) -> None:
+        """Its answer is to be received."""
         stdin = self._process.stdin
         assert stdin is not None
         with contextlib.suppress(BrokenPipeError):
             stdin.write(json.dumps({"do": do, **what}) + "\n")
             stdin.flush()
-        seconds: list[float] = self.receive(do).get("seconds", [])
-        return seconds
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(END_SECONDS)
 
     def receive(self, what: str, within: float = ORDER_SECONDS) -> dict[str, Any]:
         stdout = self._process.stdout

