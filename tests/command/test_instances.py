@@ -55,6 +55,10 @@ def test_what_is_left_out_has_a_default(folder: Path, monkeypatch: pytest.Monkey
         ({"instances": [{"url": "http://a", "api-key-env": "NO_SUCH_KEY"}]}, "no NO_SUCH_KEY"),
         ({"instances": [{"url": "http://a", "role": "prefill"}]}, "none of role decode or both"),
         ({"instances": [{"url": "http://a", "kv-events": "a:5557"}]}, "kv-events"),
+        (
+            {"instances": [{"url": "http://a", "kv-events": "tcp://a:1", "kv-events-listen": "tcp://b:1"}]},
+            "not both",
+        ),
         ({"model": ""}, "model"),
     ],
 )

@@ -28,6 +28,7 @@ class _Server(Struct, frozen=True, rename="kebab", forbid_unknown_fields=True):
     api_key_env: str | None = None
     priorities: bool = False
     kv_events: Annotated[str, Meta(pattern=ZMQ_ADDRESS)] | None = None
+    kv_events_listen: Annotated[str, Meta(pattern=ZMQ_ADDRESS)] | None = None
     kv_events_replay: Annotated[str, Meta(pattern=ZMQ_ADDRESS)] | None = None
     stall_seconds: Annotated[float, Meta(gt=0, le=86400)] = 120.0
 
@@ -91,6 +92,10 @@ def _instance(file: Path, at: int, server: _Server) -> Instance:
         port = 0
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or parts.query or parts.fragment:
         raise ConfigError(f"{where}: url {server.url!r} must be like http://host:8000")
+    if server.kv_events is not None and server.kv_events_listen is not None:
+        raise ConfigError(
+            f"{where}: either this side connects (kv-events) or the server does (kv-events-listen), not both"
+        )
     key = None
     if server.api_key_env is not None:
         key = os.environ.get(server.api_key_env)
@@ -103,7 +108,8 @@ def _instance(file: Path, at: int, server: _Server) -> Instance:
         max_sequences=server.max_sequences,
         api_key=key,
         priorities=server.priorities,
-        kv_events=server.kv_events,
+        kv_events=server.kv_events or server.kv_events_listen,
+        listens_for_kv_events=server.kv_events_listen is not None,
         kv_events_replay=server.kv_events_replay,
         stall_seconds=server.stall_seconds,
     )

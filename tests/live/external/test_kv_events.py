@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -206,6 +207,28 @@ def test_gaps_are_replayed_and_what_cannot_be_is_forgotten() -> None:
             following.cancel()
             await asyncio.wait([following])
             await publisher.close()
+
+    run(work())
+
+
+def test_a_server_that_connects_is_listened_to(tmp_path: Path) -> None:
+    async def work() -> None:
+        address = f"ipc://{tmp_path}/kv"
+        told = asyncio.Event()
+        follower = Follower(address, None, BlockTable(SPACE), lambda known: told.set(), listens=True)
+        following = asyncio.create_task(follower.run())
+        context = zmq.asyncio.Context()
+        try:
+            publisher = context.socket(zmq.XPUB)
+            publisher.connect(address)
+            assert (await publisher.recv())[:1] == b"\x01"
+            await publisher.send_multipart([b"", (41).to_bytes(8, "big"), batch(FIRST)])
+            await told.wait()
+            assert follower.counters()["kv_event_gaps"] == 0
+        finally:
+            following.cancel()
+            await asyncio.wait([following])
+            context.destroy(linger=0)
 
     run(work())
 

@@ -30,7 +30,9 @@ class Instance(Struct, frozen=True):
     priorities: bool = False
     """It runs with `--scheduling-policy priority`; else it refuses any priority."""
     kv_events: str | None = None
-    """ZMQ address of its KV events, `tcp://host:port`; with `*` for host it connects to here."""
+    """ZMQ address of its KV events, `tcp://host:port`."""
+    listens_for_kv_events: bool = False
+    """That address is here, and the server connects to it."""
     kv_events_replay: str | None = None
     stall_seconds: float = 120.0
     """A request for which nothing comes for so long is given up."""

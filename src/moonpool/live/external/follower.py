@@ -23,9 +23,18 @@ _END = (1 << 64) - 1
 class Follower:
     """`tell` hears what came and went, in order."""
 
-    def __init__(self, endpoint: str, replay: str | None, table: BlockTable, tell: Callable[[Known], None]) -> None:
-        """`endpoint`: `tcp://host:port` of a server that binds; with a `*` for host the server connects to here."""
+    def __init__(
+        self,
+        endpoint: str,
+        replay: str | None,
+        table: BlockTable,
+        tell: Callable[[Known], None],
+        *,
+        listens: bool = False,
+    ) -> None:
+        """`endpoint`: `tcp://host:port` of the server; or, with `listens`, here, where the server connects to it."""
         self._endpoint = endpoint
+        self._listens = listens
         self._replay = replay
         self._table = table
         self._tell = tell
@@ -51,7 +60,7 @@ class Follower:
                 socket.setsockopt(option, value)
             socket.setsockopt(zmq.SUBSCRIBE, b"")
             try:
-                if "*" in self._endpoint:
+                if self._listens:
                     socket.bind(self._endpoint)
                 else:
                     socket.connect(self._endpoint)

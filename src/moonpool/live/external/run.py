@@ -126,7 +126,13 @@ class _Keeper:
         if instance.kv_events is None:
             return CachePart(link, self._conductor, space, blocks, caches), None
         table = BlockTable(space)
-        follower = Follower(instance.kv_events, instance.kv_events_replay, table, lambda known: cache.told(known))
+        follower = Follower(
+            instance.kv_events,
+            instance.kv_events_replay,
+            table,
+            lambda known: cache.told(known),
+            listens=instance.listens_for_kv_events,
+        )
         cache = CachePart(link, self._conductor, space, blocks, caches, follower.counters)
         return cache, follower
 
