@@ -30,6 +30,7 @@ class _Server(Struct, frozen=True, rename="kebab", forbid_unknown_fields=True):
     kv_events: Annotated[str, Meta(pattern=ZMQ_ADDRESS)] | None = None
     kv_events_listen: Annotated[str, Meta(pattern=ZMQ_ADDRESS)] | None = None
     kv_events_replay: Annotated[str, Meta(pattern=ZMQ_ADDRESS)] | None = None
+    pool: bool = False
     stall_seconds: Annotated[float, Meta(gt=0, le=86400)] = 120.0
 
 
@@ -37,6 +38,8 @@ class _File(Struct, frozen=True, rename="kebab", forbid_unknown_fields=True):
     model: Annotated[str, Meta(min_length=1)]
     tokenizer: Annotated[str, Meta(min_length=1)]
     instances: Annotated[list[_Server], Meta(min_length=1, max_length=1024)]
+    kv_bytes_per_token: Annotated[int, Meta(ge=1, le=1 << 30)] = 131072
+    pool_tokens: Annotated[int, Meta(ge=1, le=1 << 50)] = 1 << 20
 
 
 class External(Struct, frozen=True):
@@ -62,7 +65,8 @@ def read_instances(file: Path) -> External:
     for one, other in (("prefill", "decode"), ("decode", "prefill")):
         if one in roles and not roles & {other, "both"}:
             raise ConfigError(f"{file}: there are {one} instances, but none of role {other} or both to go with them")
-    return External(_tokenizer(file, read.tokenizer), ExternalConfig(read.model, instances))
+    config = ExternalConfig(read.model, instances, read.kv_bytes_per_token, read.pool_tokens)
+    return External(_tokenizer(file, read.tokenizer), config)
 
 
 def _read(file: Path) -> _File:
@@ -111,6 +115,7 @@ def _instance(file: Path, at: int, server: _Server) -> Instance:
         kv_events=server.kv_events or server.kv_events_listen,
         listens_for_kv_events=server.kv_events_listen is not None,
         kv_events_replay=server.kv_events_replay,
+        pool=server.pool,
         stall_seconds=server.stall_seconds,
     )
 

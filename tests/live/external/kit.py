@@ -153,7 +153,9 @@ async def front(
     tasks = [
         asyncio.create_task(run_conductor(chief, rules or ConductorConfig(), seed=1)),
         asyncio.create_task(cluster.run()),
-        asyncio.create_task(run_external(ExternalConfig(MODEL, tuple(served)), chief.me.address, link)),
+        asyncio.create_task(
+            run_external(ExternalConfig(MODEL, tuple(served), kv_bytes_per_token=1000), chief.me.address, link)
+        ),
     ]
     try:
         made = Front(cluster)

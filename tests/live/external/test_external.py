@@ -101,7 +101,7 @@ def test_a_full_cache_forgets_what_was_used_longest_ago() -> None:
                 for seed in range(3):  # of 3 whole blocks each
                     await gate.ask(prompt(seed), 2)
                 known = (await gate.part("vllm-0.cache"))["capacity"]["dram_bytes"]
-                assert known == 8 * BLOCK
+                assert known == 8 * BLOCK * 1000
                 assert (await gate.ask(prompt(2), 2)).cached_tokens == 3 * BLOCK
                 # Of the first one the beginning went last.
                 assert (await gate.ask(prompt(0), 2)).cached_tokens == 2 * BLOCK
@@ -142,6 +142,23 @@ def test_a_dead_server_leaves_the_cluster_and_comes_back() -> None:
             await gate.until_there("vllm-0", "vllm-1")
             # Its cache is empty now.
             assert not (await gate.part("vllm-0.cache"))["blocks"]["dram"]
+
+    run(work())
+
+
+@pytest.mark.parametrize("pool", [False, True])
+def test_what_a_dead_server_has_computed_is_in_the_pool(pool: bool) -> None:
+    async def work() -> None:
+        async with fakes(2) as servers, front(instances(servers, pool=pool)) as gate:
+            answer = await gate.ask(prompt(0), BLOCK)
+            home = next(at for at, server in enumerate(servers) if server.bodies)
+            await servers[home].stop()
+            await gate.until_gone(f"vllm-{home}")
+            again = await gate.ask([*prompt(0), *answer.tokens, 1, 2], 2)
+            assert again.finish == "length"
+            assert again.cached_tokens == (4 * BLOCK if pool else 0)
+            state = await gate.state()
+            assert state["decisions"]["fetched_blocks"] == (4 if pool else 0)
 
     run(work())
 

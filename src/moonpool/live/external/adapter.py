@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import aclosing
 
 from msgspec import structs
@@ -24,7 +25,7 @@ from moonpool.core.events import (
     Registered,
     Reported,
 )
-from moonpool.core.vocabulary import Capacity, KeySpace, Peer, RequestId
+from moonpool.core.vocabulary import BlockKey, Capacity, KeySpace, Peer, RequestId
 from moonpool.live.external.breaker import Breaker
 from moonpool.live.external.cache import CachePart
 from moonpool.live.external.config import Instance
@@ -57,13 +58,14 @@ class Adapter:
         facts: Facts,
         space: KeySpace,
         server: Server,
-        cache: CachePart,
+        caches: Sequence[CachePart],
     ) -> None:
+        """`caches`: where blocks are once it has computed them: its own cache first, then the pool, if it uses that."""
         self._instance = instance
         self._model = model
         self._space = space
         self._server = server
-        self._cache = cache
+        self._caches = caches
         self._facts = facts
         me = Registered(
             instance.kind,
@@ -72,7 +74,7 @@ class Adapter:
             space=space,
             first_layer=0,
             last_layer=1,
-            node=cache.id,
+            node=caches[0].id,
             model=model,
         )
         self._life = WorkerLife(link, conductor, None, me, self._report, self._counters)
@@ -159,7 +161,8 @@ class Adapter:
         self._drop_up_to(work.request, work.attempt - 1)
         now = time.monotonic()
         limit = hit_limit(len(work.tokens), self._space.block_tokens)
-        cached = self._cache.match(work.keys[:limit]) * self._space.block_tokens
+        blocks = max(cache.match(work.keys[:limit]) for cache in self._caches)
+        cached = blocks * self._space.block_tokens
         job = Job(work, now, list(work.tokens), cached, prompt_cached, prompt_cached is not None, heard_at=now)
         if not self._jobs:
             self._heard_at = now
@@ -257,7 +260,7 @@ class Adapter:
         """Its prompt is computed: where it was not handed over, that was its prefill."""
         job.is_answered = True
         self._totals.prompts += 1
-        self._cache.use(job.work.keys)
+        self._use(job.work.keys)
         if not job.has_first:
             job.has_first = True
             if not self._prompted:
@@ -306,7 +309,11 @@ class Adapter:
         """The server has KV of all tokens but the last."""
         self._totals.cached_tokens += job.cached_tokens
         self._totals.computed_tokens += job.computed_tokens
-        self._cache.use(extend_keys(job.work.keys, job.tokens[:-1], self._space, job.work.salt))
+        self._use(extend_keys(job.work.keys, job.tokens[:-1], self._space, job.work.salt))
+
+    def _use(self, keys: Sequence[BlockKey]) -> None:
+        for cache in self._caches:
+            cache.use(keys)
 
     def _finished(self, job: Job) -> None:
         me = self._life.link.me.id

@@ -30,8 +30,11 @@ CACHE = ".cache"
 """After the instance's id."""
 
 
-def space_of(model: str, block_tokens: int) -> KeySpace:
-    """Of servers whose blocks nobody moves: a byte stands for a token."""
+POOL = "vllm-pool"
+
+
+def space_of(model: str, block_tokens: int, kv_bytes_per_token: int = 1) -> KeySpace:
+    """Of blocks that only servers move: how many bytes they have counts for predictions only."""
     id_ = key_space_id(
         model_fingerprint=f"external {model}",
         dtype="opaque",
@@ -40,7 +43,7 @@ def space_of(model: str, block_tokens: int) -> KeySpace:
         kv_heads=1,
         head_dim=1,
     )
-    return KeySpace(id_, block_tokens, 1, block_tokens)
+    return KeySpace(id_, block_tokens, 1, block_tokens * kv_bytes_per_token)
 
 
 class PrefixCache:
@@ -91,13 +94,20 @@ class CachePart:
         blocks: int,
         caches: bool,
         counters: Callable[[], dict[str, float]] | None = None,
+        *,
+        is_pool: bool = False,
     ) -> None:
-        """`blocks`: of KV that the server has. `counters`: of whoever tells what came and went; None: nobody does."""
+        """`blocks`: of KV that the server has. `counters`: of whoever tells what came and went; None: nobody does.
+
+        `is_pool`: it is not a server's, but what several store and load by themselves: a fetch from it is that.
+        """
         self._link = link
         self._space = space
         self._cache = PrefixCache(blocks if caches else 0)
         self._told = counters
-        self._bytes = blocks * space.block_bytes
+        self._is_pool = is_pool
+        # Nobody else is to send copies to the pool by way of this.
+        self._bytes = 0 if is_pool else blocks * space.block_bytes
         self._pending = asyncio.Event()
         self._announced = 0
         self._announcements = Announcements(link.me.id, link.me.incarnation, self._pending.set)
@@ -122,6 +132,10 @@ class CachePart:
             for task in (ears, *others):
                 task.cancel()
             await asyncio.wait((ears, *others))
+
+    def close(self) -> None:
+        """After `run`."""
+        self._link.close()
 
     def match(self, keys: Sequence[BlockKey]) -> int:
         return self._cache.match(keys)
@@ -177,11 +191,11 @@ class CachePart:
         return self._announcements.next((self._space.id, key) for key in self._cache)
 
     def _describe(self) -> Registered:
-        return Registered(PartKind.NODE, self._link.me, Capacity(dram_bytes=self._bytes), private=True)
+        return Registered(PartKind.NODE, self._link.me, Capacity(dram_bytes=self._bytes), private=not self._is_pool)
 
     def _report(self) -> Reported:
         me = self._link.me
-        used = len(self._cache) * self._space.block_bytes
+        used = 0 if self._is_pool else len(self._cache) * self._space.block_bytes
         return Reported(me.id, me.incarnation, used_bytes=used, announced=self._announced)
 
     def _counters(self) -> dict[str, float]:

@@ -34,6 +34,8 @@ class Instance(Struct, frozen=True):
     listens_for_kv_events: bool = False
     """That address is here, and the server connects to it."""
     kv_events_replay: str | None = None
+    pool: bool = False
+    """It has Moonpool's connector: what it computes comes into the pool, and what is there it loads."""
     stall_seconds: float = 120.0
     """A request for which nothing comes for so long is given up."""
 
@@ -46,3 +48,7 @@ class ExternalConfig(Struct, frozen=True):
     model: str
     """As the servers and the clients call it."""
     instances: tuple[Instance, ...]
+    kv_bytes_per_token: int = 131072
+    """For what a load from the pool takes."""
+    pool_tokens: int = 1 << 20
+    """That the pool's nodes hold, all together."""

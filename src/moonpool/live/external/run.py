@@ -17,6 +17,7 @@ from moonpool.live.external.config import ExternalConfig, Instance
 from moonpool.live.external.dialect import FaultError
 from moonpool.live.external.events import BlockTable
 from moonpool.live.external.follower import Follower
+from moonpool.live.external.pool import SharedPool
 from moonpool.live.external.server import Facts, Server, WrongModelError, opened
 from moonpool.wire.link import Link
 
@@ -36,23 +37,30 @@ async def run_external(config: ExternalConfig, conductor: str, open_link: OpenLi
     One that does not answer joins when it does; what `open_link` gives is closed here.
     """
     herald = open_link(PartId("external"))
-    keepers = [_Keeper(instance, config.model, conductor, open_link, herald) for instance in config.instances]
+    keepers = [_Keeper(instance, config, conductor, open_link, herald) for instance in config.instances]
+    pool: SharedPool | None = None
     try:
         await asyncio.gather(*(keeper.look() for keeper in keepers))
         async with asyncio.TaskGroup() as tasks:
+            pool = SharedPool(config.pool_tokens, conductor, open_link, tasks)
             for keeper in keepers:
-                tasks.create_task(keeper.run())
+                tasks.create_task(keeper.run(pool))
     finally:
         herald.close()
+        if pool is not None:
+            pool.close()
 
 
 class _Keeper:
     """One instance, over all its lives."""
 
-    def __init__(self, instance: Instance, model: str, conductor: str, open_link: OpenLink, herald: Link) -> None:
+    def __init__(
+        self, instance: Instance, config: ExternalConfig, conductor: str, open_link: OpenLink, herald: Link
+    ) -> None:
         """`herald` tells the Conductor of the end of a life: that life's own link ends with it."""
         self._instance = instance
-        self._model = model
+        self._config = config
+        self._model = config.model
         self._conductor = conductor
         self._open_link = open_link
         self._herald = herald
@@ -69,14 +77,14 @@ class _Keeper:
             except FaultError as e:
                 self._say(str(e))
 
-    async def run(self) -> None:
+    async def run(self, pool: SharedPool) -> None:
         pauses = Pauses()
         while True:
             async with opened(self._instance) as server:
                 facts = await self._facts(server)
                 if facts is not None:
                     began = time.monotonic()
-                    await self._live(server, facts)
+                    await self._live(server, facts, pool)
                     pauses.lived(time.monotonic() - began)
             await asyncio.sleep(pauses.next())
 
@@ -93,16 +101,17 @@ class _Keeper:
         blocks = facts.blocks or -(-context // size) * self._instance.max_sequences
         return Facts(context, blocks, size, facts.caches_prefixes)
 
-    async def _live(self, server: Server, facts: Facts) -> None:
+    async def _live(self, server: Server, facts: Facts, pool: SharedPool) -> None:
         """Until the server is down."""
         instance = self._instance
-        space = space_of(self._model, facts.block_tokens)
+        space = space_of(self._model, facts.block_tokens, self._config.kv_bytes_per_token)
         links: list[Link] = []
         try:
             links.append(self._open_link(instance.id))
             links.append(self._open_link(PartId(f"{instance.id}{CACHE}")))
             cache, follower = self._cache(links[1], space, facts)
-            adapter = Adapter(links[0], self._conductor, instance, self._model, facts, space, server, cache)
+            caches = (cache, pool.part(space)) if instance.pool else (cache,)
+            adapter = Adapter(links[0], self._conductor, instance, self._model, facts, space, server, caches)
             log.info(
                 "%s at %s: %d KV blocks of %d tokens, context %d",
                 *(instance.id, instance.url, facts.blocks, facts.block_tokens, facts.context_tokens),
