@@ -90,8 +90,8 @@ class BatchConfig(Struct, frozen=True):
         Meta(ge=1, le=64, description="so many of the prefill workers form one instance and divide the layers"),
     ] = 1
     pipeline_chunk: Annotated[
-        int, Meta(ge=1, le=1 << 20, description="the same in a pipeline, where several are under way at once")
-    ] = 128
+        int, Meta(ge=1, le=1 << 20, description="the same in a pipeline, which chooses down to an eighth of it")
+    ] = 512
     max_batch: Annotated[int, Meta(ge=1, le=4096, description="most requests in one decode batch")] = 16
     coupled_mode: Annotated[
         CoupledMode,

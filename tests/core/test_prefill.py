@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from moonpool.core.cost import PrefillCoefficients
 from moonpool.core.prefill import (
     Chunk,
     Drain,
@@ -154,6 +155,28 @@ def test_chunks_of_one_prompt_follow_each_other_through_a_pipeline() -> None:
     assert p.handle(Passed(), 3.0) == ()
     assert p.handle(StepDone(), 3.0) == (), "its last chunk is still in flight"
     assert p.handle(StepDone(), 4.0) == (Drain(rid(1), 1),)
+
+
+def test_a_pipeline_learns_what_its_steps_take_and_sizes_its_chunks_by_that() -> None:
+    thought = PrefillCoefficients(fixed=0.01, per_token=1e-3, per_token_squared=0.0)
+
+    def first_chunk(p: PrefillInstance, n: int) -> int:
+        p.handle(Ordered(rid(n), 1, 2000), 0.0)
+        ((_, _, count),) = chunks(p.handle(Loaded(rid(n), 1, 0), 0.0))
+        return count
+
+    p = PrefillInstance(pages=1024, block_tokens=BLOCK, chunk_tokens=1024, queue_bound=4, machines=2, step=thought)
+    found = [first_chunk(p, 1)]
+    assert found[0] == 143, "the square root of 2000 x 0.01 / 0.001"
+    for n in range(2, 12):
+        count = found[-1]
+        actions: tuple[PrefillAction, ...] = ()
+        while Drain(rid(n - 1), 1) not in actions:
+            actions = p.handle(StepDone(seconds=0.2 + count * 1e-3), 0.0)
+            count = sum(count for _, _, count in chunks(actions))
+        p.handle(KvStored(rid(n - 1), 1), 0.0)
+        found.append(first_chunk(p, n))
+    assert found[-1] > 3 * found[0], "each step has a fixed part of 0.2 s"
 
 
 def test_a_dropped_prompt_begins_no_further_chunk_and_keeps_its_pages_until_all_in_flight_are_done() -> None:

@@ -27,6 +27,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+import moonpool
 from moonpool.bench.cluster import RunningCluster, heed_interrupts, running_cluster
 from moonpool.bench.result import Bar, bar, print_result
 from moonpool.errors import MoonpoolError
@@ -167,24 +168,12 @@ def predicted(tokens: int, stages: int, hardware: Path) -> float:
 
 
 def prediction(lengths: Sequence[int] = SIMULATED) -> Table:
-    """Chunks as large as the profile has them, and a quarter of that."""
-    import yaml
-
-    import moonpool
-
-    source = Path(moonpool.__file__).parent / "sim" / "profiles" / f"{PROFILE}.yaml"
-    profile: dict[str, object] = yaml.safe_load(source.read_text())
-    whole = int(str(profile["chunk_tokens"]))
-    columns = ("tokens", "chunk", *(f"{n} machine{'s' if n > 1 else ''}" for n in STAGES))
+    hardware = Path(moonpool.__file__).parent / "sim" / "profiles" / f"{PROFILE}.yaml"
+    columns = ("tokens", *(f"{n} machine{'s' if n > 1 else ''}" for n in STAGES))
     shown = Table(*columns, title=f"simulated: first token (s) on machines of {PROFILE}")
-    with tempfile.TemporaryDirectory() as folder:
-        for tokens in lengths:
-            for chunk in (whole, whole // 4):
-                hardware = Path(folder) / f"{chunk}.yaml"
-                hardware.write_text(yaml.safe_dump(profile | {"chunk_tokens": chunk}))
-                seconds = [predicted(tokens, stages, hardware) for stages in STAGES]
-                cells = (f"{s:.2f} ({seconds[0] / s:.2f}x)" for s in seconds)
-                shown.add_row(str(tokens), str(chunk), *cells)
+    for tokens in lengths:
+        seconds = [predicted(tokens, stages, hardware) for stages in STAGES]
+        shown.add_row(str(tokens), *(f"{s:.2f} ({seconds[0] / s:.2f}x)" for s in seconds))
     return shown
 
 

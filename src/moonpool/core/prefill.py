@@ -22,7 +22,8 @@ given up.
 An instance may be a pipeline group: its machines hold some layers each, and steps follow one another through them
 (PAPER §3). The next one begins as soon as the first machine has `Passed` the last one on; chunks of one prompt are so
 under way in several machines at once, each behind the one that it attends to. Steps are done in the order in which
-they began. To the Conductor a group is one instance like any other, with costs of its own.
+they began. To the Conductor a group is one instance like any other, with costs of its own. Its chunks are as small as
+what is measured of its steps makes worth it (`chunks.py`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
+from moonpool.core.chunks import pipeline_chunk
+from moonpool.core.cost import PrefillCoefficients, PrefillCost
 from moonpool.core.line import FOREVER, MARGIN, Line, Turn
 from moonpool.core.pages import PagePool, pages_for
 from moonpool.core.vocabulary import RequestId
@@ -80,6 +83,8 @@ class StepDone(Struct, frozen=True):
     again: tuple[tuple[RequestId, int], ...] = ()
     """Of these a layer of the prefix did not come: what was computed of them, in this step and in those in flight, does
     not count. `Loaded` follows."""
+    seconds: float = 0.0
+    """That it took the slowest machine; 0 where this says nothing of another step."""
 
 
 class KvStored(Struct, frozen=True):
@@ -170,6 +175,8 @@ class _Order:
     """Steps in flight with a chunk of it."""
     per_token: float = 0.0
     """Predicted seconds of each token to compute."""
+    loaded: int = 0
+    """Tokens."""
 
     @property
     def is_computable(self) -> bool:
@@ -182,15 +189,35 @@ TRUST = 0.8
 _Id = tuple[RequestId, int]
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step."""
+
+    chunks: tuple[Chunk, ...]
+    orders: tuple[_Order, ...]
+
+
 class PrefillInstance:
-    def __init__(self, *, pages: int, block_tokens: int, chunk_tokens: int, queue_bound: int) -> None:
+    def __init__(
+        self,
+        *,
+        pages: int,
+        block_tokens: int,
+        chunk_tokens: int,
+        queue_bound: int,
+        machines: int = 1,
+        step: PrefillCoefficients | None = None,
+    ) -> None:
+        """`chunk_tokens`: most of a step. `step`: what one of a pipeline's `machines` is thought to take for one."""
         self.pool = PagePool(pages)
         self._block_tokens = block_tokens
         self._chunk_tokens = chunk_tokens
         self._queue_bound = queue_bound
         self._orders: dict[_Id, _Order] = {}
-        self._flying: deque[tuple[_Order, ...]] = deque()
-        """The orders of each step in flight, in the order in which they began."""
+        self._machines = machines
+        self._step_cost = PrefillCost(step or PrefillCoefficients())
+        self._flying: deque[_Flight] = deque()
+        """Steps in the order in which they began."""
         self._is_entered = False
         """The last of them has not left the first machine, which is all there is where there is no pipeline."""
         self._line: Line[_Order] = Line()
@@ -288,7 +315,7 @@ class PrefillInstance:
         order = self._orders.get((event.request, event.attempt))
         if order is None or order.state is not _State.LOADING:
             return
-        order.computed = event.blocks * self._block_tokens
+        order.computed = order.loaded = event.blocks * self._block_tokens
         if order.computed >= order.tokens:
             raise ValueError(f"{order.computed} of {order.tokens} tokens loaded: one must be left to compute")
         if order.flying:
@@ -316,6 +343,8 @@ class PrefillInstance:
             if not order.is_computable:
                 continue
             left -= 1
+            if not chunks:
+                room = self._most_tokens(order)
             count = min(room, order.tokens - order.computed)
             seconds += order.per_token * count
             if seconds > spare:
@@ -327,7 +356,7 @@ class PrefillInstance:
             orders.append(order)
             room -= count
         if chunks:
-            self._flying.append(tuple(orders))
+            self._flying.append(_Flight(tuple(chunks), tuple(orders)))
             self._is_entered = True
             for order, chunk in zip(orders, chunks, strict=True):
                 order.computed += chunk.count
@@ -336,16 +365,23 @@ class PrefillInstance:
                 order.flying += 1
             actions.append(Step(tuple(chunks)))
 
+    def _most_tokens(self, first: _Order) -> int:
+        """Of a step that this one is the first in."""
+        waiting = len(self._turns) - 1
+        return pipeline_chunk(first.tokens, first.loaded, self._machines, self._step_cost, self._chunk_tokens, waiting)
+
     def _spare(self, order: _Order, seconds: float, now: float) -> float:
         """That a step may take which ends this prompt after so many; one that is late anyway does not keep others."""
         left = self._turns[(order.request, order.attempt)].limit - now
         return FOREVER if seconds > left else max(left / (1.0 + MARGIN), seconds)
 
     def _step_done(self, event: StepDone, actions: list[PrefillAction]) -> None:
-        orders = self._flying.popleft() if self._flying else ()
+        flight = self._flying.popleft() if self._flying else _Flight((), ())
         if not self._flying:
             self._is_entered = False
-        for order in orders:
+        if self._machines > 1 and event.seconds:
+            self._measure(flight, event.seconds)
+        for order in flight.orders:
             order.flying -= 1
             if event.failed:
                 self._computable -= order.is_computable
@@ -359,6 +395,11 @@ class PrefillInstance:
             elif order.state is _State.READY:
                 left = order.per_token * (order.tokens - order.computed)
                 self._line.work(self._turns[(order.request, order.attempt)], left)
+
+    def _measure(self, flight: _Flight, seconds: float) -> None:
+        tokens = sum(chunk.count for chunk in flight.chunks)
+        squares = sum((chunk.start + chunk.count) ** 2 - chunk.start**2 for chunk in flight.chunks)
+        self._step_cost.fit.observe(1.0, tokens, squares, seconds)
 
     def _drop(self, order: _Order | None, actions: list[PrefillAction]) -> None:
         if order is None or order.dropped:
@@ -399,7 +440,7 @@ class PrefillInstance:
         for order in self._orders.values():
             assert 0 <= order.computed <= order.tokens
             assert bool(order.pages) == (order.state is not _State.QUEUED)
-        flying = [order for step in self._flying for order in step]
+        flying = [order for flight in self._flying for order in flight.orders]
         assert all(self._orders.get((o.request, o.attempt)) is o for o in flying)
         assert all(order.flying == flying.count(order) for order in self._orders.values())
         assert self._flying or not self._is_entered

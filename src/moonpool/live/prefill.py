@@ -136,13 +136,15 @@ class PrefillWorker:
         self._config = config
         self._engine = engine
         self._block = engine.space.block_tokens
+        stages = config.stages
         self._instance = core.PrefillInstance(
             pages=engine.page_count,
             block_tokens=self._block,
             chunk_tokens=config.chunk_tokens,
             queue_bound=config.queue_bound,
+            machines=stages,
+            step=PrefillCoefficients().shared(1 / stages),
         )
-        stages = config.stages
         me = describe(link, PartKind.PREFILL, engine, config.queue_bound, config.served_model, stages=stages)
         prepare = self._form if stages > 1 else None
         self._life = WorkerLife(link, conductor, config.node, me, self._report, self._counters, prepare)
@@ -390,7 +392,8 @@ class PrefillWorker:
                 job.failure = draw.error
                 self._drop(job)
         again = [job for job in jobs if job.stumbled and not job.dropped]
-        self._feed(core.StepDone(again=tuple(job.id for job in again)))
+        whole = 0.0 if all(job.dropped or job.stumbled for job in jobs) else seconds
+        self._feed(core.StepDone(again=tuple(job.id for job in again), seconds=whole))
         for job in again:
             job.loading = self._life.spawn(self._load_again(job))
 

@@ -91,7 +91,12 @@ class SimPrefill:
         # Layer-wise prefill leaves VRAM out of the question as long as each prompt fits alone (PAPER §3).
         pages = 4 * (profile.context_tokens // profile.block_tokens + 1)
         self._instance = PrefillInstance(
-            pages=pages, block_tokens=profile.block_tokens, chunk_tokens=profile.chunk_tokens, queue_bound=queue_bound
+            pages=pages,
+            block_tokens=profile.block_tokens,
+            chunk_tokens=profile.chunk_tokens,
+            queue_bound=queue_bound,
+            machines=machines,
+            step=profile.prefill,
         )
 
     def order(self, order: Order) -> None:
@@ -160,7 +165,7 @@ class SimPrefill:
         else:
             passed, done = self._stages.take(seconds, tokens, self._clock.now)
             self._clock.at(passed, self._feed, Passed())
-        self._clock.at(done, self._done, chunks)
+        self._clock.at(done, self._done, chunks, seconds)
 
     def _stream(self, order: Order, chunk: Chunk) -> None:
         """Layer by layer, while the chunk computes: the links are booked from its start on."""
@@ -170,13 +175,13 @@ class SimPrefill:
         nbytes = (chunk.start + chunk.count - start) * self._profile.kv_bytes_per_token
         order.arrived = transfer(self.node.link, order.node.link, nbytes, self._clock.now)
 
-    def _done(self, chunks: tuple[Chunk, ...]) -> None:
+    def _done(self, chunks: tuple[Chunk, ...], seconds: float) -> None:
         for chunk in chunks:
             order = self._orders[chunk.request, chunk.attempt]
             order.request.computed_tokens += chunk.count
             if chunk.last and order.place.attempt == order.request.attempt:
                 self._finish(order)
-        self._feed(StepDone())
+        self._feed(StepDone(seconds=seconds))
 
     def _finish(self, order: Order) -> None:
         now, request = self._clock.now, order.request

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from moonpool.core.blocks import hit_limit
+from moonpool.core.chunks import pipeline_chunk
+from moonpool.core.cost import PrefillCost
 from moonpool.core.vocabulary import Slo
 from moonpool.sim.pipeline import hop_seconds, of_group
 from moonpool.sim.profile import Profile
@@ -40,12 +42,12 @@ def with_cached(requests: Iterable[TraceRequest], block_tokens: int) -> Iterator
 def idle_ttft(tokens: int, cached: int, profile: Profile, pipeline: int = 1) -> float:
     """Seconds on an idle instance that has the cached tokens in place already."""
     group = of_group(profile, pipeline).prefill
-    steps = -(-(tokens - cached) // profile.chunk_tokens)
+    size = pipeline_chunk(tokens, cached, pipeline, PrefillCost(group), profile.chunk_tokens)
+    steps = -(-(tokens - cached) // size)
     computed = group.per_token * (tokens - cached) + group.per_token_squared * (tokens**2 - cached**2)
     if pipeline == 1:
         return steps * group.fixed + computed
     # Machines that take equally long for a step wait for the longest one only: the last whole chunk, or what is left.
-    size = profile.chunk_tokens
     ends = {tokens, cached + (steps - 1) * size}
     longest = 0.0
     for end in ends:
