@@ -33,7 +33,7 @@ def last_has_it(tokens: int, cached: int, machines: int, cost: PrefillCost, chun
     per_square=st.sampled_from([0.0, 1e-8, 1e-7]),
     waiting=st.integers(0, 5),
 )
-def test_no_size_is_much_better(
+def test_no_size_of_equal_chunks_is_much_better(
     tokens: int, hit: float, machines: int, fixed: float, per_square: float, waiting: int
 ) -> None:
     cached = int(tokens * hit)
@@ -43,10 +43,10 @@ def test_no_size_is_much_better(
         first, last = last_has_it(tokens, cached, machines, cost, chunk)
         return last + waiting * first
 
-    most = 1024
+    most, left = 1024, tokens - cached
     chosen = pipeline_chunk(tokens, cached, machines, cost, most, waiting)
-    assert most // FINEST <= chosen <= most
-    sizes = range(most // FINEST, most + 1, 16)
+    assert min(most // FINEST, left) <= chosen <= most
+    sizes = [-(-left // steps) for steps in range(-(-left // most), max(2, left // (most // FINEST) + 1))]
     assert lost(chosen) <= 1.05 * min(map(lost, sizes))
 
 
@@ -64,5 +64,5 @@ def test_dear_steps_and_those_who_wait_make_chunks_larger() -> None:
 @pytest.mark.parametrize("machines", [2, 8])
 def test_steps_that_cost_nothing_by_themselves_are_as_small_as_they_get(machines: int) -> None:
     free = PrefillCost(PrefillCoefficients(fixed=0.0, per_token=1e-3))
-    assert pipeline_chunk(4000, 0, machines, free, 512) == 64
+    assert pipeline_chunk(4000, 0, machines, free, 512) == 65, "62 equal ones, of at least 64"
     assert pipeline_chunk(10, 10, machines, free, 6) == 6

@@ -24,5 +24,6 @@ def pipeline_chunk(tokens: int, cached: int, machines: int, step: PrefillCost, m
     fixed, per_token, per_square = step.fit.coefficients
     computing = per_token * left + per_square * (tokens * tokens - cached * cached)
     delay = fixed * (1 + waiting)
-    steps = max(1, round(math.sqrt((machines - 1) * computing / delay))) if delay > 0.0 else left
-    return max(min(-(-left // steps), most), -(-most // FINEST))
+    steps = round(math.sqrt((machines - 1) * computing / delay)) if delay > 0.0 else left
+    steps = max(min(steps, left // -(-most // FINEST)), -(-left // most))
+    return -(-left // steps)
