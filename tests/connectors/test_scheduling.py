@@ -141,6 +141,20 @@ def test_a_request_whose_load_failed_is_computed_and_stored() -> None:
     assert save.blocks == (1, 2, 3)
 
 
+def test_vllm_is_not_left_waiting_for_a_load_by_a_fault_of_ours() -> None:
+    ids = prompt(3.5)
+    half, request = half_of(Has(*keys_of(ids))), Request("r", ids)
+    half.matched(request, 0)
+    half.allocated(request, [1, 2, 3], 3 * SIZE)
+    # Whatever goes wrong with what is stored, what is loaded is told.
+    (load,) = half.plan(SimpleNamespace(scheduled_cached_reqs=None)).loads
+    assert load.blocks == (1, 2, 3)
+    half.allocated(request, [1, 2, 3], 3 * SIZE)
+    half.give_up(request, [1, 2, 3])
+    (load,) = half.plan(step()).loads
+    assert (load.keys, load.blocks) == ((), (1, 2, 3))
+
+
 def test_what_is_never_shared() -> None:
     ids = prompt(2.5)
     alike = Request("r", ids)

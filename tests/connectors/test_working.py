@@ -14,6 +14,7 @@ import torch
 
 from moonpool.connectors.pages import Pages
 from moonpool.connectors.plan import Load, Save, StepPlan
+from moonpool.connectors.scheduling import NO_SPACE
 from moonpool.core.blocks import block_keys
 from moonpool.core.vocabulary import BlockKey, KeySpace, NodePeer, RequestId
 from moonpool.messenger.transfer import Bytes
@@ -113,6 +114,14 @@ def test_blocks_that_left_the_pool_are_said_to_be_lacking(node: NodePeer, start:
     compute([worker], [3, 1])
     assert load(worker, [5, 6, 8], keys=keys_of(3)) == {8}
     assert torch.equal(worker.block(3), worker.block(5))
+
+
+def test_a_load_that_was_given_up_is_over_at_once(node: NodePeer, start: Start) -> None:
+    worker = start(node)
+    worker.half.begin_step(StepPlan(loads=(Load(REQUEST, NO_SPACE, (), (5, 6)),)))
+    worker.half.start_loads()
+    eventually(lambda: worker.half.take_arrived() == {REQUEST}, "it is over")
+    assert worker.half.take_invalid() == {5, 6}
 
 
 def test_a_node_that_dies_costs_a_miss_and_comes_back_by_itself(conductor: Conductor, start: Start) -> None:

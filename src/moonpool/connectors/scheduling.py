@@ -15,12 +15,14 @@ from moonpool.connectors.identity import Adapter, Spaces
 from moonpool.connectors.lookup import Lookup
 from moonpool.connectors.plan import Load, Save, StepPlan
 from moonpool.core.blocks import extend_keys, hit_limit
-from moonpool.core.vocabulary import BlockKey, KeySpace, RequestId
+from moonpool.core.vocabulary import BlockKey, KeySpace, KeySpaceId, RequestId
 
 VllmRequest = Any
 """vllm.v1.request.Request"""
 VllmStep = Any
 """vllm.v1.core.sched.output.SchedulerOutput"""
+
+NO_SPACE = KeySpace(KeySpaceId(""), 1, 1, 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -95,22 +97,23 @@ class SchedulerHalf:
         self._to_load.append(Load(name, known.space, keys, places))
         self._loading[name] = frozenset(places)
 
+    def give_up(self, request: VllmRequest, blocks: Sequence[int]) -> None:
+        """`allocated` failed: vLLM, which may wait for a load, is to hear that nothing came."""
+        name = RequestId(request.request_id)
+        self._to_load = [load for load in self._to_load if load.request != name]
+        self._to_load.append(Load(name, NO_SPACE, (), tuple(blocks)))
+
     def plan(self, step: VllmStep) -> StepPlan:
-        """What the workers do beside this step."""
+        """What the workers do beside this step. Never raises: loads that vLLM waits for have to reach them."""
         self._step += 1
         loads, self._to_load = tuple(self._to_load), []
-        saves = [
-            self._save(new.req_id, new.block_ids, new.num_computed_tokens, step, is_all=True)
-            for new in step.scheduled_new_reqs
-        ]
-        cached = step.scheduled_cached_reqs
-        saves += [
-            self._save(req_id, blocks, computed, step, req_id in cached.resumed_req_ids)
-            for req_id, blocks, computed in zip(
-                cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-            )
-        ]
-        return StepPlan(loads, tuple(save for save in saves if save is not None))
+        try:
+            saves = self._saves(step)
+        except Exception:
+            self._counters.add("faults")
+            self._counters.say("plan fault", "the blocks of a step are not stored", is_fault=True)
+            saves = ()
+        return StepPlan(loads, saves)
 
     def heard(self, arrived: Iterable[str], invalid: Collection[int]) -> None:
         """The workers are through with these requests' loads; these blocks did not come."""
@@ -136,6 +139,22 @@ class SchedulerHalf:
             if space is not None:
                 known = self._requests[name] = _Known(request, space)
         return known
+
+    def _saves(self, step: VllmStep) -> tuple[Save, ...]:
+        cached = step.scheduled_cached_reqs
+        found = [
+            *(
+                self._save(new.req_id, new.block_ids, new.num_computed_tokens, step, is_all=True)
+                for new in step.scheduled_new_reqs
+            ),
+            *(
+                self._save(req_id, blocks, computed, step, req_id in cached.resumed_req_ids)
+                for req_id, blocks, computed in zip(
+                    cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+                )
+            ),
+        ]
+        return tuple(save for save in found if save is not None)
 
     def _save(
         self, name: str, blocks: Sequence[Sequence[int]] | None, computed: int, step: VllmStep, is_all: bool

@@ -200,9 +200,13 @@ class MoonpoolConnector(KVConnectorBase_V1):
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        # Not `_safely`: vLLM waits for a load that it was promised, and no half promise is kept.
         assert self._scheduler is not None
-        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        numbers = blocks.get_block_ids()[0]
+        with self._safely():
+            self._scheduler.allocated(request, numbers, num_external_tokens)
+            return
+        if num_external_tokens:
+            self._scheduler.give_up(request, numbers)
 
     def build_connector_meta(self, scheduler_output: Any) -> MoonpoolMetadata:
         assert self._scheduler is not None
