@@ -12,7 +12,7 @@ INSTALLED := .venv/installed
 help:
 	@echo "make serve    serve SmolLM2-135M on http://127.0.0.1:8000   (ARGS='--nodes 2 --decode 2' and so on)"
 	@echo "make test     run the tests                                 (ARGS='tests/core -k directory')"
-	@echo "make test-vllm  the connector in two real vLLM servers on CPU (sets them up: 3.4 GB; then 5 minutes)"
+	@echo "make test-vllm  the connector, and the gateway before real vLLM servers on CPU (sets them up: 3.4 GB; then 8 minutes)"
 	@echo "make soak     the long versions of tests: thousands of crashes, larger searches (an hour)"
 	@echo "make check    formatting, lint, types, import rules"
 	@echo "make bench    measure this machine"
@@ -34,7 +34,7 @@ test: $(INSTALLED) model
 	$(PY) -m pytest $(ARGS)
 
 test-vllm: $(INSTALLED) model
-	MOONPOOL_VLLM=1 $(PY) -m pytest $(or $(ARGS),tests/connectors)
+	MOONPOOL_VLLM=1 $(PY) -m pytest $(or $(ARGS),tests/connectors tests/live/external)
 
 soak: $(INSTALLED)
 	MOONPOOL_SOAK=1 $(PY) -m pytest --timeout 3600 $(or $(ARGS),tests/core tests/store tests/contract tests/trace tests/wire tests/sim)

@@ -76,7 +76,7 @@ class Stand:
         port = free_port()
         file = self._folder / f"{'-'.join(roles)}.yaml"
         served = [
-            {"url": url, "role": role, "kv-events": events}
+            {"url": url, "role": role, "kv-events": events, "pool": True}
             for url, role, events in zip(self.urls, roles, self.events, strict=True)
         ]
         file.write_text(yaml.safe_dump({"model": "smollm2", "tokenizer": str(self._model), "instances": served}))
