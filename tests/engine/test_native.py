@@ -17,6 +17,7 @@ from moonpool.engine.engine import Row
 from moonpool.engine.layers import Norm
 from moonpool.engine.linear import PackedLinear
 from moonpool.engine.native import MOST_ROWS, Kernels
+from moonpool.engine.quantize import Int8Linear
 from moonpool.engine.runner import TorchEngine
 from moonpool.wire.messages import Sampling
 from tests.engine.test_against_generate import prompt_of
@@ -45,6 +46,22 @@ def test_products_of_every_count_of_rows(kernels: Kernels, inputs: int, outputs:
     for rows in range(1, MOST_ROWS + 1):
         assert torch.allclose(layer(hidden[:, :rows]), expected[:, :rows], atol=1e-5)
         assert torch.equal(layer(hidden[:, :rows]), whole[:, :rows])  # the same to the last bit in every batch
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(100, 72), (7, 33), (576, 200)])
+def test_int8_is_that_of_torch(kernels: Kernels, inputs: int, outputs: int) -> None:
+    """To the rounding of its last float32 operations, in every batch to the last bit."""
+    torch.manual_seed(inputs)
+    parts = [nn.Linear(inputs, outputs - 16, bias=False), nn.Linear(inputs, 16)]
+    layer, theirs = Int8Linear(parts, kernels), Int8Linear(parts)
+    assert layer.native is not None
+    hidden = torch.randn(1, MOST_ROWS, inputs) * 9
+    hidden[:, 1] = 0
+    hidden[:, 2, 0] = 1000
+    expected, whole = theirs(hidden), layer(hidden)
+    for rows in range(1, MOST_ROWS + 1):
+        assert torch.allclose(layer(hidden[:, :rows]), expected[:, :rows], rtol=1e-5, atol=1e-5)
+        assert torch.equal(layer(hidden[:, :rows]), whole[:, :rows])
 
 
 def test_weights_that_lie_otherwise_are_not_read(kernels: Kernels) -> None:

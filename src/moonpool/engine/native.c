@@ -3,10 +3,15 @@
  * A product of few rows is bound by reading the weights once, and the forty small operations of a layer cost as much
  * again when each is a call into torch. Here a layer is four calls: two norms, attention, the gated MLP.
  *
- * Weights are float32 in oneDNN's packed layout, [outputs / 64][depth][64], so that long prompts (through torch) and
- * decoding read the same memory; native.py checks that they lie so. The sum of an output runs over its inputs in
- * order whatever the number of rows: a row is the same to the last bit in every batch.
+ * float32 weights are in oneDNN's packed layout, [outputs / 64][depth][64], so that long prompts (through torch) and
+ * decoding read the same memory; native.py checks that they lie so. int8 weights, [outputs / 64][depth][64][4], take the
+ * same way through the caches, four inputs at a time (quantize.py says what is computed). The sum of an output runs
+ * over its inputs in order whatever the number of rows: a row is the same to the last bit in every batch.
  */
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 #include <math.h>
 #include <omp.h>
@@ -22,12 +27,16 @@
 
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t whole __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t whole_alias __attribute__((may_alias));
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
 
 typedef struct {
-    const float *weight, *bias; /* bias: NULL without */
-    int64_t inputs, outputs, depth; /* depth: of the layout, at least `inputs` */
+    const float *weight, *bias;     /* bias: NULL without */
+    int64_t inputs, outputs, depth; /* depth: of the layout, at least `inputs`; of int8, a fourth of that */
+    const float *scales;            /* of int8: [outputs]; NULL for float32 */
+    const int32_t *totals;          /* of int8: [outputs], 128 times the sum of an output's weights */
+    int64_t rotated;                /* of int8: inputs that are rotated together, a power of two up to 64 */
 } Linear;
 
 typedef struct {
@@ -99,7 +108,44 @@ MULTIPLY(1, 4)
 MULTIPLY(2, 4)
 MULTIPLY(3, 4)
 
-static void multiply(int64_t rows, const float *x, int64_t stride, const float *w, int64_t depth, float *sums, const float *ahead) {
+#ifdef __AVX2__
+/* The same in integers: x is four unsigned bytes, w four signed ones, two of which never add up to more than 128. */
+#define MULTIPLY_BYTES(R, V)                                                                                           \
+    static void multiply_bytes_##R(const float *x, int64_t stride, const float *w, int64_t depth, float *sums,        \
+                                   const float *ahead) {                                                               \
+        const __m256i ones = _mm256_set1_epi16(1);                                                                     \
+        __m256i sum[R][V];                                                                                             \
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < V; v++) sum[r][v] =                              \
+            _mm256_loadu_si256((const __m256i *)(sums + r * PANEL + v * LANES));                                       \
+        for (int64_t k = 0; k < depth; k++) {                                                                          \
+            __builtin_prefetch(ahead + k * LINE, 0, 2);                                                                \
+            __m256i value[R];                                                                                          \
+            UNROLL for (int r = 0; r < R; r++) value[r] = _mm256_set1_epi32(((const whole_alias *)x)[r * stride + k]); \
+            UNROLL for (int v = 0; v < V; v++) {                                                                       \
+                __m256i weight = _mm256_loadu_si256((const __m256i *)(w + k * PANEL + v * LANES));                     \
+                UNROLL for (int r = 0; r < R; r++) sum[r][v] = _mm256_add_epi32(                                       \
+                    sum[r][v], _mm256_madd_epi16(_mm256_maddubs_epi16(value[r], weight), ones));                       \
+            }                                                                                                          \
+        }                                                                                                              \
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < V; v++)                                          \
+            _mm256_storeu_si256((__m256i *)(sums + r * PANEL + v * LANES), sum[r][v]);                                 \
+    }
+MULTIPLY_BYTES(1, 4)
+MULTIPLY_BYTES(2, 4)
+MULTIPLY_BYTES(3, 4)
+#endif
+
+static void multiply(int bytes, int64_t rows, const float *x, int64_t stride, const float *w, int64_t depth, float *sums,
+                     const float *ahead) {
+#ifdef __AVX2__
+    if (bytes) {
+        switch (rows) {
+            case 1: multiply_bytes_1(x, stride, w, depth, sums, ahead); return;
+            case 2: multiply_bytes_2(x, stride, w, depth, sums, ahead); return;
+            case 3: multiply_bytes_3(x, stride, w, depth, sums, ahead); return;
+        }
+    }
+#endif
     switch (rows) {
         case 1: multiply_1(x, stride, w, depth, sums, ahead); return;
         case 2: multiply_2(x, stride, w, depth, sums, ahead); return;
@@ -108,34 +154,84 @@ static void multiply(int64_t rows, const float *x, int64_t stride, const float *
 }
 
 /* sums[rows, PANEL] += x[rows, depth] times a panel's outputs from..to, whose next inputs are fetched meanwhile. */
-static void multiply_block(int64_t rows, const float *x, int64_t stride, const float *w, int64_t depth, int64_t from,
-                           int64_t to, float *sums) {
+static void multiply_block(int bytes, int64_t rows, const float *x, int64_t stride, const float *w, int64_t depth,
+                           int64_t from, int64_t to, float *sums) {
     int64_t groups = (rows + GROUP - 1) / GROUP, part = 0;
     for (int64_t g = 0; g < groups; g++) {
         int64_t r = rows * g / groups, count = rows * (g + 1) / groups - r;
         for (int64_t at = from; at < to; at += STRIP) {
             const float *ahead = w + (DEPTH + part++ * DEPTH * LINE / PANEL % DEPTH) * PANEL;
-            multiply(count, x + r * stride, stride, w + at, depth, sums + r * PANEL + at, ahead);
+            multiply(bytes, count, x + r * stride, stride, w + at, depth, sums + r * PANEL + at, ahead);
         }
     }
 }
 
-/* This thread's share of x[rows, inputs] times a linear layer; out[rows, outputs]. Within a parallel region. */
-static void product(const Linear *layer, const float *x, float *out, int64_t rows) {
-    int64_t inputs = layer->inputs, outputs = layer->outputs, strips = (outputs + STRIP - 1) / STRIP;
-    int64_t me = omp_get_thread_num(), all = omp_get_num_threads();
+/* x[size] times the Hadamard matrix of `size`, a power of two, over its root. */
+static void turn(float *x, int64_t size) {
+    int64_t step = 1;
+    if (size >= LANES) {
+        const lanes signs[3] = {{1, -1, 1, -1, 1, -1, 1, -1}, {1, 1, -1, -1, 1, 1, -1, -1}, {1, 1, 1, 1, -1, -1, -1, -1}};
+        const whole partners[3] = {{1, 0, 3, 2, 5, 4, 7, 6}, {2, 3, 0, 1, 6, 7, 4, 5}, {4, 5, 6, 7, 0, 1, 2, 3}};
+        for (int64_t i = 0; i < size; i += LANES) {
+            lanes part = *(lanes *)(x + i);
+            UNROLL for (int s = 0; s < 3; s++) part = part * signs[s] + __builtin_shuffle(part, partners[s]);
+            *(lanes *)(x + i) = part;
+        }
+        step = LANES;
+    }
+    for (; step < size; step *= 2)
+        for (int64_t i = 0; i < size; i += 2 * step)
+            for (int64_t j = i; j < i + step; j++) {
+                float low = x[j], high = x[j + step];
+                x[j] = low + high;
+                x[j + step] = low - high;
+            }
+    float root = 1.0f / sqrtf((float)size);
+    for (int64_t i = 0; i < size; i++) x[i] *= root;
+}
+
+/* x[inputs] rotated, as bytes 1..255 around 128, zeros behind them; gives what a level stands for. */
+static float quantize(const Linear *layer, const float *x, uint8_t *bytes) {
+    float rotated[layer->inputs] __attribute__((aligned(64)));
+    float most = 1e-30f;
+    memcpy(rotated, x, sizeof rotated);
+    for (int64_t i = 0; i < layer->inputs; i += layer->rotated) turn(rotated + i, layer->rotated);
+    for (int64_t i = 0; i < layer->inputs; i++) most = fabsf(rotated[i]) > most ? fabsf(rotated[i]) : most;
+    for (int64_t i = 0; i < layer->inputs; i++)
+        bytes[i] = (uint8_t)(int32_t)(rintf(rotated[i] / most * 127.0f) + 128.0f);
+    memset(bytes + layer->inputs, 128, 4 * layer->depth - layer->inputs);
+    return most / 127.0f;
+}
+
+/* This thread's share of x[rows, inputs] times a linear layer; out[rows, outputs]. Within a parallel region, whose
+ * threads share `room` for inputs in bytes: rows * (inputs / 4 + 2) floats. */
+static void product(const Linear *layer, const float *x, float *out, int64_t rows, float *room) {
+    int64_t outputs = layer->outputs, depth = layer->inputs, stride = layer->inputs;
+    int64_t strips = (outputs + STRIP - 1) / STRIP, me = omp_get_thread_num(), all = omp_get_num_threads();
     int64_t first = strips * me / all * STRIP, end = strips * (me + 1) / all * STRIP;
     float sums[rows * PANEL] __attribute__((aligned(64)));
+    int bytes = layer->scales != NULL;
+    if (bytes) {
+        float *levels = room + rows;
+        depth = stride = layer->depth;
+#pragma omp for schedule(static)
+        for (int64_t r = 0; r < rows; r++)
+            room[r] = quantize(layer, x + r * layer->inputs, (uint8_t *)(levels + r * stride));
+        x = levels;
+    }
     for (int64_t panel = first / PANEL * PANEL; panel < end; panel += PANEL) {
         int64_t from = first > panel ? first - panel : 0, to = end - panel < PANEL ? end - panel : PANEL;
         const float *w = layer->weight + panel * layer->depth;
         memset(sums, 0, sizeof sums);
-        for (int64_t k = 0; k < inputs; k += DEPTH)
-            multiply_block(rows, x + k, inputs, w + k * PANEL, inputs - k < DEPTH ? inputs - k : DEPTH, from, to, sums);
+        for (int64_t k = 0; k < depth; k += DEPTH)
+            multiply_block(bytes, rows, x + k, stride, w + k * PANEL, depth - k < DEPTH ? depth - k : DEPTH, from, to, sums);
         to = outputs - panel < to ? outputs - panel : to;
         for (int64_t r = 0; r < rows; r++)
-            for (int64_t i = from; i < to; i++)
-                out[r * outputs + panel + i] = sums[r * PANEL + i] + (layer->bias ? layer->bias[panel + i] : 0.0f);
+            for (int64_t i = from, o = panel + from; i < to; i++, o++) {
+                float sum = sums[r * PANEL + i];
+                if (bytes) sum = (float)(((const whole_alias *)sums)[r * PANEL + i] - layer->totals[o]) * (layer->scales[o] * room[r]);
+                out[r * outputs + o] = sum + (layer->bias ? layer->bias[o] : 0.0f);
+            }
     }
 #pragma omp barrier
 }
@@ -247,17 +343,17 @@ void moonpool_norm(const float *x, const float *weight, float *out, int64_t rows
     for (int64_t r = 0; r < rows; r++) normalize(x + r * width, weight, out + r * width, width, eps);
 }
 
-void moonpool_linear(const Linear *layer, const float *x, float *out, int64_t rows, int64_t threads) {
+void moonpool_linear(const Linear *layer, const float *x, float *out, float *room, int64_t rows, int64_t threads) {
 #pragma omp parallel num_threads(threads)
-    product(layer, x, out, rows);
+    product(layer, x, out, rows, room);
 }
 
 void moonpool_mlp(const Mlp *mlp, const float *x, float *out, float *scratch, int64_t rows, int64_t threads) {
     int64_t width = mlp->down.inputs;
-    float *activated = scratch + rows * 2 * width;
+    float *activated = scratch + rows * 2 * width, *room = activated + rows * width;
 #pragma omp parallel num_threads(threads)
     {
-        product(&mlp->gate_up, x, scratch, rows);
+        product(&mlp->gate_up, x, scratch, rows, room);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < rows * (width / LANES); i++) {
             int64_t row = i / (width / LANES), at = i % (width / LANES) * LANES;
@@ -266,7 +362,7 @@ void moonpool_mlp(const Mlp *mlp, const float *x, float *out, float *scratch, in
             lanes small = exponential(choose(x < 0.0f, x, -x)); /* e^-|x| */
             *(lanes *)(activated + row * width + at) = x * choose(x < 0.0f, small, spread(1.0f)) / (small + 1.0f) * up;
         }
-        product(&mlp->down, activated, out, rows);
+        product(&mlp->down, activated, out, rows, room);
     }
 }
 
@@ -279,12 +375,22 @@ void moonpool_attend(const Attention *a, const Step *step, const float *qkv, con
 void moonpool_attention(const Attention *a, const Step *step, const float *x, float *cache, float *out) {
     int64_t rows = step->rows;
     float *qkv = step->scratch, *mixed = qkv + rows * a->qkv.outputs, *scores = mixed + rows * a->out.inputs;
+    float *room = scores + step->threads * step->room;
 #pragma omp parallel num_threads(step->threads)
     {
-        product(&a->qkv, x, qkv, rows);
+        product(&a->qkv, x, qkv, rows, room);
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; row++) place(a, step, qkv + row * a->qkv.outputs, cache, row);
         attend_all(a, step, qkv, cache, scores, mixed);
-        product(&a->out, mixed, out, rows);
+        product(&a->out, mixed, out, rows, room);
     }
+}
+
+/* Whether int8 weights can be multiplied here. */
+int moonpool_int8(void) {
+#ifdef __AVX2__
+    return 1;
+#else
+    return 0;
+#endif
 }

@@ -29,7 +29,8 @@ MOST_ROWS = 32
 """Beyond that torch's products of many rows are as fast."""
 LANES = 8
 """Dimensions of a head, and of an MLP's middle, come in multiples of it."""
-PANEL = 64
+PANEL, BYTES = 64, 4
+"""Outputs that lie together, and of int8 inputs too."""
 COMPILE_SECONDS = 60.0
 OPTIONS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
 SAMPLED = 4096
@@ -45,6 +46,9 @@ class LinearShape(ctypes.Structure):
         ("inputs", ctypes.c_int64),
         ("outputs", ctypes.c_int64),
         ("depth", ctypes.c_int64),
+        ("scales", ctypes.c_void_p),
+        ("totals", ctypes.c_void_p),
+        ("rotated", ctypes.c_int64),
     )
 
 
@@ -109,9 +113,10 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL, threads: int) -> None:
         self._threads = threads
         self._scratch = torch.empty(0)
+        self.has_int8 = bool(library.moonpool_int8())
         pointer, size = ctypes.c_void_p, ctypes.c_int64
         self._norm = _function(library.moonpool_norm, [pointer] * 3 + [size] * 2 + [ctypes.c_float])
-        self._linear = _function(library.moonpool_linear, [pointer] * 3 + [size] * 2)
+        self._linear = _function(library.moonpool_linear, [pointer] * 4 + [size] * 2)
         self._mlp = _function(library.moonpool_mlp, [pointer] * 4 + [size] * 2)
         self._attend = _function(library.moonpool_attend, [pointer] * 5)
         self._attention = _function(library.moonpool_attention, [pointer] * 5)
@@ -128,14 +133,15 @@ class Kernels:
         """[..., inputs] to [..., outputs]."""
         out = hidden.new_empty((*hidden.shape[:-1], layer.outputs))
         rows = hidden.numel() // layer.inputs
-        self._linear(ctypes.addressof(layer), hidden.data_ptr(), out.data_ptr(), rows, self._threads)
+        room = self._room(_bytes_room(layer, rows))
+        self._linear(ctypes.addressof(layer), hidden.data_ptr(), out.data_ptr(), room, rows, self._threads)
         return out
 
     def mlp(self, mlp: MlpShape, hidden: Tensor) -> Tensor:
         """[..., inputs] to the same: down(silu(gate) * up)."""
         out = torch.empty_like(hidden)
         rows = hidden.numel() // mlp.gate_up.inputs
-        scratch = self._room(rows * 3 * mlp.down.inputs)
+        scratch = self._room(rows * 3 * mlp.down.inputs + _bytes_room(mlp.gate_up, rows) + _bytes_room(mlp.down, rows))
         self._mlp(ctypes.addressof(mlp), hidden.data_ptr(), out.data_ptr(), scratch, rows, self._threads)
         return out
 
@@ -155,7 +161,9 @@ class Kernels:
         """[..., hidden] to the same; K and V are written to the cache, a layer's pages (`Pages.tensor`)."""
         out = torch.empty_like(hidden)
         step.shape.cosines, step.shape.sines = _pointers(*embeddings)
-        self._prepare(step, step.shape.rows * (attention.qkv.outputs + attention.out.inputs))
+        rows = step.shape.rows
+        sums = rows * (attention.qkv.outputs + attention.out.inputs)
+        self._prepare(step, sums + _bytes_room(attention.qkv, rows) + _bytes_room(attention.out, rows))
         self._attention(*map(ctypes.addressof, (attention, step.shape)), *_pointers(hidden, cache, out))
         return out
 
@@ -189,6 +197,33 @@ def linear_shape(packed: Tensor, plain: Tensor, bias: Tensor | None) -> LinearSh
     if not torch.equal(memory[places], plain[rows, columns]):
         return None
     return LinearShape(address, bias.data_ptr() if bias is not None else None, inputs, outputs, depth)
+
+
+def int8_shape(
+    levels: Tensor, scale: Tensor, bias: Tensor | None, rotated: int
+) -> tuple[LinearShape, tuple[Tensor, ...]]:
+    """What the kernels need of int8 weights [outputs, inputs] of a scale for each output, and what must stay for it."""
+    outputs, inputs = levels.shape
+    padded = torch.nn.functional.pad(levels, (0, -inputs % BYTES, 0, -outputs % PANEL))
+    packed = padded.view(-1, PANEL, padded.shape[1] // BYTES, BYTES).transpose(1, 2).contiguous()
+    totals = 128 * levels.sum(1, dtype=torch.int32)
+    scale = scale.float().contiguous()
+    shape = LinearShape(
+        packed.data_ptr(),
+        bias.data_ptr() if bias is not None else None,
+        inputs,
+        outputs,
+        padded.shape[1] // BYTES,
+        scale.data_ptr(),
+        totals.data_ptr(),
+        rotated,
+    )
+    return shape, (packed, scale, totals)
+
+
+def _bytes_room(layer: LinearShape, rows: int) -> int:
+    """Floats that the inputs of an int8 layer take as bytes, and their scales."""
+    return rows * (layer.depth + 1) if layer.scales else 0
 
 
 def load(threads: int) -> Kernels | None:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from moonpool.engine.linear import joined_bias
 from moonpool.engine.loading import forget_pages
+from moonpool.engine.native import MOST_ROWS, Kernels, LinearShape, int8_shape
 from moonpool.errors import ModelError
 
 if TYPE_CHECKING:
@@ -46,9 +47,12 @@ _OPERATION = "linear_with_input_q_dq_qweight_dq_output_fp32"
 
 
 class Int8Linear(nn.Module):
-    """One linear layer in int8 out of several with the same input (`linear.MakeLinear`)."""
+    """One linear layer in int8 out of several with the same input (`linear.MakeLinear`).
 
-    def __init__(self, parts: Sequence[nn.Linear]) -> None:
+    Few rows go through our own kernels where they are there, which have the weights once more in their own order.
+    """
+
+    def __init__(self, parts: Sequence[nn.Linear], kernels: Kernels | None = None) -> None:
         super().__init__()
         self._rotation = hadamard(_rotated(parts[0].in_features))
         pieces = [
@@ -56,12 +60,19 @@ class Int8Linear(nn.Module):
             for part in parts
             for slab in torch.split(part.weight.detach(), max(1, SLAB // part.in_features))
         ]
-        self._packed = _packed(torch.cat([levels for levels, _ in pieces]), torch.cat([scale for _, scale in pieces]))
+        levels, scale = (torch.cat(piece) for piece in zip(*pieces, strict=True))
+        self._packed = _packed(levels, scale)
         self._bias = joined_bias(parts)
+        self._kernels = kernels
+        self.native: LinearShape | None = None
+        if kernels is not None and kernels.has_int8:
+            self.native, self._kept = int8_shape(levels, scale, self._bias, len(self._rotation))
         forget_pages([part.weight for part in parts])
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., inputs] float32 to [..., outputs] float32."""
+        if self.native is not None and self._kernels is not None and hidden.shape[:-1].numel() <= MOST_ROWS:
+            return self._kernels.linear(self.native, hidden.contiguous())
         hidden = _rotate(hidden, self._rotation)
         largest = hidden.abs().amax(-1, keepdim=True).clamp_(min=SMALLEST)
         multiply = getattr(torch.ops.quantized, _OPERATION)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +73,9 @@ class TorchEngine:
         )
         on_cpu = self.device.type == "cpu"
         self._kernels = load_kernels(threads) if on_cpu and dtype == "float32" and kernels else None
-        make = linear_maker(DTYPES[dtype], self.device, self._kernels) if quantize == "none" else Int8Linear
+        make = linear_maker(DTYPES[dtype], self.device, self._kernels)
+        if quantize != "none":
+            make = partial(Int8Linear, kernels=self._kernels)
         replace(self._model, self._model.model.layers, make, self._kernels)
         trim_memory()
         self._hidden_type = DTYPES[dtype]
