@@ -14,7 +14,7 @@ from torch import nn
 
 from moonpool.engine import native
 from moonpool.engine.engine import Row
-from moonpool.engine.layers import Norm
+from moonpool.engine.layers import Norm, rotate
 from moonpool.engine.linear import PackedLinear
 from moonpool.engine.native import MOST_ROWS, Kernels
 from moonpool.engine.quantize import Int8Linear
@@ -158,3 +158,16 @@ def test_the_families_run_through_the_kernels(tmp_path: Path) -> None:
         layer = engine._model.model.layers[0]
         assert layer.self_attn._native is not None
         assert layer.mlp._native is not None
+
+
+@pytest.mark.parametrize("rows", [3, 50])
+def test_small_operations_of_few_rows_and_many(kernels: Kernels, rows: int) -> None:
+    torch.manual_seed(rows)
+    gate_up = torch.randn(1, rows, 48) * 20
+    gate, up = gate_up.chunk(2, dim=-1)
+    assert torch.allclose(kernels.activate(gate_up), F.silu(gate) * up, rtol=1e-5, atol=1e-5)
+    heads, cos, sin = torch.randn(rows, 5, 24), torch.randn(rows, 1, 16), torch.randn(rows, 1, 16)
+    expected = heads.clone()
+    rotate(expected[:, :3], cos, sin)
+    kernels.rotate(heads, 3, (cos, sin))
+    assert torch.allclose(heads, expected, atol=1e-6)

@@ -32,7 +32,7 @@ class Norm(nn.Module):
         self._share = 1.0 / len(weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        if self._kernels is not None and hidden.shape[:-1].numel() <= MOST_ROWS:
+        if self._kernels is not None:
             return self._kernels.norm(hidden.contiguous(), self.weight, self.eps)
         rows = hidden.reshape(-1, hidden.shape[-1])
         mean = torch.baddbmm(self._eps, rows[:, None, :], rows[:, :, None], alpha=self._share)
@@ -105,7 +105,9 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             _normalize(self.q_norm, rotated[:, : self._heads])
             _normalize(self.k_norm, rotated[:, self._heads :])
-        if self._rotated:
+        if self._rotated and self._kernels is not None:
+            self._kernels.rotate(qkv, rotated.shape[1], position_embeddings)
+        elif self._rotated:
             rotate(rotated, *position_embeddings)
         out = batch.attend(self.layer_idx, qkv, self._heads, self._scale)
         return self.out(out.reshape(1, len(out), -1)), None
@@ -127,19 +129,25 @@ class GatedMlp(nn.Module):
         parts = [theirs.gate_up_proj] if hasattr(theirs, "gate_up_proj") else [theirs.gate_proj, theirs.up_proj]
         self.gate_up, self.down = make(parts), make([theirs.down_proj])
         self._act: nn.Module = theirs.activation_fn if hasattr(theirs, "activation_fn") else theirs.act_fn
+        self._is_silu = isinstance(self._act, nn.SiLU | SiLUActivation)
         self._kernels, self._native = kernels, self._native_shape()
 
     def _native_shape(self) -> MlpShape | None:
         gate_up, down = getattr(self.gate_up, "native", None), getattr(self.down, "native", None)
         if not isinstance(gate_up, LinearShape) or not isinstance(down, LinearShape) or down.inputs % LANES:
             return None
-        return MlpShape(gate_up, down) if isinstance(self._act, nn.SiLU | SiLUActivation) else None
+        return MlpShape(gate_up, down) if self._is_silu else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self._kernels is not None and self._native is not None and hidden.shape[:-1].numel() <= MOST_ROWS:
             return self._kernels.mlp(self._native, hidden.contiguous())
-        gate, up = self.gate_up(hidden).chunk(2, dim=-1)
-        out: Tensor = self.down(self._act(gate).mul_(up))
+        both: Tensor = self.gate_up(hidden)
+        if self._kernels is not None and self._is_silu and both.shape[-1] % (2 * LANES) == 0:
+            middle = self._kernels.activate(both)
+        else:
+            gate, up = both.chunk(2, dim=-1)
+            middle = self._act(gate).mul_(up)
+        out: Tensor = self.down(middle)
         return out
 
 

@@ -23,6 +23,7 @@
 #define DEPTH 64 /* inputs of a panel that stay in the first cache while all rows pass */
 #define GROUP 3  /* most rows whose sums stay in registers */
 #define LANES 8
+#define MANY_ROWS 32 /* more are worth waking threads for small work */
 #define LINE 16 /* floats of a line of a cache */
 
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -339,8 +340,33 @@ static void attend_all(const Attention *a, const Step *step, const float *qkv, c
     }
 }
 
-void moonpool_norm(const float *x, const float *weight, float *out, int64_t rows, int64_t width, float eps) {
+void moonpool_norm(const float *x, const float *weight, float *out, int64_t rows, int64_t width, float eps,
+                   int64_t threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows > MANY_ROWS)
     for (int64_t r = 0; r < rows; r++) normalize(x + r * width, weight, out + r * width, width, eps);
+}
+
+/* The first `heads` of a token's `all` heads, in place. */
+void moonpool_rotate(float *x, const float *cosines, const float *sines, int64_t rows, int64_t heads, int64_t all,
+                     int64_t dim, int64_t rotated, int64_t threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows > MANY_ROWS)
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t h = 0; h < heads; h++)
+            rotate(x + (r * all + h) * dim, cosines + r * rotated, sines + r * rotated, rotated);
+}
+
+/* out[width] = silu(x[..width]) * x[width..] */
+static void activate(const float *x, float *out, int64_t width) {
+    for (int64_t i = 0; i < width; i += LANES) {
+        lanes gate = *(const lanes *)(x + i), up = *(const lanes *)(x + width + i);
+        lanes small = exponential(choose(gate < 0.0f, gate, -gate)); /* e^-|gate| */
+        *(lanes *)(out + i) = gate * choose(gate < 0.0f, small, spread(1.0f)) / (small + 1.0f) * up;
+    }
+}
+
+void moonpool_activate(const float *x, float *out, int64_t rows, int64_t width, int64_t threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows > MANY_ROWS)
+    for (int64_t r = 0; r < rows; r++) activate(x + r * 2 * width, out + r * width, width);
 }
 
 void moonpool_linear(const Linear *layer, const float *x, float *out, float *room, int64_t rows, int64_t threads) {
@@ -355,13 +381,7 @@ void moonpool_mlp(const Mlp *mlp, const float *x, float *out, float *scratch, in
     {
         product(&mlp->gate_up, x, scratch, rows, room);
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < rows * (width / LANES); i++) {
-            int64_t row = i / (width / LANES), at = i % (width / LANES) * LANES;
-            const float *gate = scratch + row * 2 * width + at;
-            lanes x = *(const lanes *)gate, up = *(const lanes *)(gate + width);
-            lanes small = exponential(choose(x < 0.0f, x, -x)); /* e^-|x| */
-            *(lanes *)(activated + row * width + at) = x * choose(x < 0.0f, small, spread(1.0f)) / (small + 1.0f) * up;
-        }
+        for (int64_t r = 0; r < rows; r++) activate(scratch + r * 2 * width, activated + r * width, width);
         product(&mlp->down, activated, out, rows, room);
     }
 }

@@ -115,7 +115,9 @@ class Kernels:
         self._scratch = torch.empty(0)
         self.has_int8 = bool(library.moonpool_int8())
         pointer, size = ctypes.c_void_p, ctypes.c_int64
-        self._norm = _function(library.moonpool_norm, [pointer] * 3 + [size] * 2 + [ctypes.c_float])
+        self._norm = _function(library.moonpool_norm, [pointer] * 3 + [size] * 2 + [ctypes.c_float, size])
+        self._rotate = _function(library.moonpool_rotate, [pointer] * 3 + [size] * 6)
+        self._activate = _function(library.moonpool_activate, [pointer] * 2 + [size] * 3)
         self._linear = _function(library.moonpool_linear, [pointer] * 4 + [size] * 2)
         self._mlp = _function(library.moonpool_mlp, [pointer] * 4 + [size] * 2)
         self._attend = _function(library.moonpool_attend, [pointer] * 5)
@@ -126,7 +128,20 @@ class Kernels:
         width = len(weight)
         out = torch.empty_like(hidden)
         rows = hidden.numel() // width
-        self._norm(hidden.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps)
+        self._norm(hidden.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps, self._threads)
+        return out
+
+    def rotate(self, heads: Tensor, count: int, embeddings: tuple[Tensor, Tensor]) -> None:
+        """Rotary positions of the first `count` of [T, heads, dim], in place; embeddings as `layers.Rotary` gives."""
+        rows, every, dim = heads.shape
+        rotated = embeddings[0].shape[-1]
+        self._rotate(*_pointers(heads, *embeddings), rows, count, every, dim, rotated, self._threads)
+
+    def activate(self, gate_up: Tensor) -> Tensor:
+        """[..., 2 width] to [..., width]: silu(gate) * up."""
+        width = gate_up.shape[-1] // 2
+        out = gate_up.new_empty((*gate_up.shape[:-1], width))
+        self._activate(*_pointers(gate_up, out), out.numel() // width, width, self._threads)
         return out
 
     def linear(self, layer: LinearShape, hidden: Tensor) -> Tensor:
