@@ -98,3 +98,13 @@ def test_a_pin_keeps_a_block_on_the_ssd_too(conductor: Conductor, connect: Conne
     assert space.unpin(K[:2]) == [True, True]
     assert space.remove(K[:2]) == [True, True]
     assert not any(space.exists_many(K[:2]))
+
+
+def test_what_only_the_ssd_has_is_there_and_stays_as_it_is(pool: Client) -> None:
+    space, other = pool.space(SPACE), bytes_of(keys_of("other", 1)[0])
+    put_gently(pool, K)
+    before = pool.stats()
+    assert before["blocks"] < len(K)
+    assert space.put_many(K, [other] * len(K)) == [False] * len(K)
+    assert pool.stats()["rooms"] == 0
+    assert all(found(space, [key]) == [True] for key in K)

@@ -95,6 +95,9 @@ class Blocks:
     """The few that are being written to an SSD now."""
     is_kept: Callable[[Name], bool] = lambda name: False
     """Whether an SSD has it too: then it is not lost with its place here."""
+    gives_way: Callable[[Block], bool] = lambda block: True
+    """Whether what an SSD has of this block's key is the same bytes, or is forgotten for them: a node never has two
+    versions of a key."""
     on_come: Callable[[Sequence[Name]], None] = lambda names: None
     on_go: Callable[[Name], None] = lambda name: None
     """Blocks have come to DRAM, or one has left it: what an SSD has may hang on it."""
@@ -179,13 +182,16 @@ class Blocks:
         ]
 
     def promote(self, space: KeySpace, blocks: Iterable[Block]) -> None:
-        """Make complete blocks readable and pin them. One whose key is readable already stays private. Needs `tell`."""
+        """Make complete blocks readable and pin them. Needs `tell`.
+
+        One whose key is readable already stays private, and so does one of which an SSD has another version in use.
+        """
         id_, size = space.id, page_aligned(space.block_bytes)
         resident, places, pinned, add = self.resident, self.places, self.pinned, self.eviction.add
         come: dict[Name, Block] = {}
         for block in blocks:
             name = block.name
-            if name in resident:
+            if name in resident or (self.is_kept(name) and not self.gives_way(block)):
                 continue
             come[name] = resident[name] = block
             block.resident = True

@@ -147,7 +147,10 @@ class Bookings:
     def open_each(
         self, client: ClientId, space: KeySpace, keys: Sequence[BlockKey], metas: Sequence[BlockMeta]
     ) -> Room:
-        """A caching room for blocks of different prompts, all of them or PoolError. One meta a key, or none at all."""
+        """A caching room for blocks of different prompts that are nowhere here, all of them or PoolError.
+
+        One meta a key, or none at all. Those that an SSD has stay as they are.
+        """
         with self._lock:
             self._check(space, keys)
             if metas:
@@ -158,7 +161,7 @@ class Bookings:
             if wanted > self._blocks.extents.capacity:
                 raise PoolError(self._no_room(space, len(keys)))
             self._quotas.check(client, "room", wanted)
-            room = self._open(space, keys, 0, whole=True, metas=metas)
+            room = self._open(space, keys, 0, whole=True, metas=metas, leaves_kept=True)
             if room is None:
                 self.counts["refused_rooms"] += 1
                 raise PoolError(self._no_room(space, len(keys)))
@@ -354,9 +357,11 @@ class Bookings:
         whole: bool,
         budget: int | None = None,
         metas: Sequence[BlockMeta] | None = None,
+        leaves_kept: bool = False,
     ) -> Room | None:
         self._blocks.spaces.check_new(space)
-        room = open_room(self._blocks, RoomId(next(self._ids)), space, keys, tail_tokens, whole, budget, metas)
+        number = RoomId(next(self._ids))
+        room = open_room(self._blocks, number, space, keys, tail_tokens, whole, budget, metas, leaves_kept)
         if room is not None:
             self._rooms[room.id] = room
             self.counts["rooms_opened"] += 1

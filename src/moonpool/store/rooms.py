@@ -82,11 +82,12 @@ def open_room(
     whole: bool,
     budget: int | None = None,
     metas: Sequence[BlockMeta] | None = None,
+    leaves_kept: bool = False,
 ) -> Room | None:
     """Pin what is readable, take space for the rest. `whole`: all of it or None; else as many leading keys as fit.
 
     `budget`: the most bytes that the room of a client with a quota holds, readable blocks included. `metas`: one a
-    key; without them the keys are a prompt's, from its first block on.
+    key; without them the keys are a prompt's, from its first block on. `leaves_kept`: what an SSD has is not lacking.
     """
     affordable = len(keys) if budget is None else max(0, budget) // page_aligned(space.block_bytes)
     if budget is not None:
@@ -97,6 +98,8 @@ def open_room(
         room.blocks = [blocks.resident.get(name) if at < affordable else None for at, name in enumerate(names)]
         room.lacking = tuple([at for at, block in enumerate(room.blocks) if block is None])
         blocks.eviction.pin([block.name for block in room.pinned()])
+    if leaves_kept:
+        room.lacking = tuple([at for at in room.lacking if not blocks.is_kept(names[at])])
     if not _take(blocks, room, keys, whole, affordable, metas):
         free_room(blocks, room)
         return None

@@ -71,6 +71,7 @@ class Shelf:
         """Called under the lock when something may have to be saved: it may only wake somebody."""
         self._counts = dict.fromkeys(("ssd_saves", "ssd_promotions", "ssd_evictions", "ssd_checksum_failures"), 0)
         blocks.is_kept = blocks.eviction.is_elsewhere = self._shelved.__contains__
+        blocks.gives_way = self._gives_way
         blocks.on_come, blocks.on_go = self._came_to_dram, self._left_dram
 
     def add_volume(self, nbytes: int, entries: Sequence[Shelved], is_late: bool = False) -> int:
@@ -88,6 +89,7 @@ class Shelf:
                 for entry in entries
                 if (name := entry.name) not in self._shelved
                 and name not in self._blocks.saving
+                and not self._is_outdated(entry)
                 and id(entry.space) not in odd
             }
             extents = Extents(nbytes, sorted([(entry.offset, entry.nbytes) for entry in fresh.values()]))
@@ -144,8 +146,8 @@ class Shelf:
                 block.saving = True
                 self._blocks.saving[name] = block
                 taken += size
-                packed = np.array(block.checksums, "<u8").tobytes()
-                shelved = Shelved(offset, block.space, name[1], block.parent, packed, size, number)
+                sums = _packed_sums(block)
+                shelved = Shelved(offset, block.space, name[1], block.parent, sums, size, number)
                 shelved.index, shelved.tokens = block.index, block.tokens
                 saves.blocks.append((shelved, block))
             return saves if saves.blocks or saves.removed else None
@@ -241,6 +243,11 @@ class Shelf:
         volume.unlogged.append(shelved)
         self.on_pressure()
         return True
+
+    def _gives_way(self, block: Block) -> bool:
+        """A block is about to become readable in DRAM whose key is on an SSD."""
+        shelved = self._shelved[block.name]
+        return shelved.checksums == _packed_sums(block) or self.remove(block.name)
 
     def find(self, name: Name) -> Shelved | None:
         """The caller has the lock."""
@@ -362,6 +369,11 @@ class Shelf:
         is_here = name in self._shelved or name in self._blocks.saving
         return not (is_here or self._blocks.eviction.is_hole(name))
 
+    def _is_outdated(self, entry: Shelved) -> bool:
+        """Something else has been put under its key since."""
+        block = self._blocks.resident.get(entry.name)
+        return block is not None and _packed_sums(block) != entry.checksums
+
     def _allocate(self, volume: _Volume, size: int, removed: list[Shelved]) -> int | None:
         if size > volume.extents.free + volume.lru.evictable_bytes:
             return None
@@ -418,6 +430,10 @@ class Shelf:
         if name not in self._shelved:
             for volume in self._volumes:
                 volume.lru.left_elsewhere(name)
+
+
+def _packed_sums(block: Block) -> bytes:
+    return np.array(block.checksums, "<u8").tobytes()
 
 
 def _parent(shelved: Shelved) -> Name | None:
