@@ -16,6 +16,7 @@ import pytest
 
 from moonpool.core.vocabulary import BlockKey, KeySpace, KeySpaceId
 from moonpool.errors import ConfigError, PoolError
+from moonpool.messenger.questions import YES
 from moonpool.messenger.transfer import Bytes
 from moonpool.store.index import Index, recover
 from moonpool.store.slab import Slab
@@ -169,6 +170,7 @@ def test_a_full_disk_loses_nothing_that_was_saved_and_then_dram_goes_on_alone(
             eventually(lambda: not tiered.ledger._blocks.saving, "the write ends")
         eventually(lambda: tiered.count("ssd_lost_volumes") == 1, "the disk is given up")
         assert_dram_alone(tiered, caplog)
+    assert_nothing_comes_back(tmp_path)
 
 
 def test_a_disk_that_stands_still_holds_nobody_up(
@@ -185,9 +187,11 @@ def test_a_disk_that_stands_still_holds_nobody_up(
             assert time.monotonic() - began < 2.0
             tiered.disks.check(time.monotonic())
             assert_dram_alone(tiered, caplog)
+            eventually(lambda: not (tmp_path / "index").exists(), "the index is gone while the disk stands still")
         finally:
             slab.may_go_on.set()
         eventually(lambda: tiered.count("rooms") == 0, "what the read was to fill is free when it has ended")
+    assert_nothing_comes_back(tmp_path)
 
 
 @pytest.mark.parametrize("way", ["opens", "fails", "never"])
@@ -216,6 +220,7 @@ def test_a_disk_that_stands_still_while_it_is_opened_does_not_keep_a_restarted_n
                 tiered.disks.check(time.monotonic() + 61.0)
                 assert_dram_alone(tiered, caplog)
                 may_go_on.set()
+                assert_nothing_comes_back(tmp_path)
                 return
             may_go_on.set()
             eventually(lambda: tiered.count("ssd_opening_volumes") == 0, "it is known what becomes of it")
@@ -253,6 +258,55 @@ def test_a_node_that_ends_while_a_disk_is_opened_leaves_it_to_the_next(tmp_path:
             return False
 
     eventually(is_free, "the place is let go of")
+
+
+def test_what_is_removed_or_replaced_while_a_disk_is_opened_does_not_come_back(tmp_path: Path) -> None:
+    with Tiered(tmp_path) as before:
+        before.put_gently(KEYS)
+        kept = before.count("ssd_blocks")
+        removed, replaced = on_ssd_only(before, KEYS)[:2]
+    may_go_on = threading.Event()
+
+    def open_slab(path: Path, nbytes: int) -> Slab:
+        may_go_on.wait(SECONDS)
+        return Slab(path, nbytes)
+
+    try:
+        with Tiered(tmp_path, open_slab=open_slab, is_restart=True, patience=0.05) as tiered:
+            tiered.put([removed, replaced])
+            assert tiered.ledger.catalogue.remove(SPACE.id, [removed, replaced]) == [YES, YES]
+            may_go_on.set()
+            eventually(lambda: tiered.count("ssd_opening_volumes") == 0, "it is open")
+            eventually(lambda: tiered.count("ssd_blocks") == kept - 2, "it has joined")
+            assert [tiered.get(key) for key in (removed, replaced)] == [None, None]
+    finally:
+        may_go_on.set()
+
+
+def test_an_index_that_was_discarded_is_not_written_again(tmp_path: Path) -> None:
+    index = Index(tmp_path / "index", recover(tmp_path / "index", BLOCK))
+    index.discard()
+    index.append((), ())
+    index.rewrite(())
+    index.close()
+    assert not list(tmp_path.iterdir())
+
+
+def assert_nothing_comes_back(folder: Path) -> None:
+    """A disk that was given up knows nothing of what was removed or replaced since."""
+    eventually(lambda: not (folder / "index").exists(), "the index is gone")
+    again: list[float] = []
+
+    def is_free() -> bool:
+        try:
+            with Tiered(folder) as tiered:
+                again.append(tiered.count("ssd_blocks"))
+        except ConfigError:
+            return False
+        return True
+
+    eventually(is_free, "the place is let go of")
+    assert again == [0.0]
 
 
 def assert_dram_alone(tiered: Tiered, caplog: pytest.LogCaptureFixture) -> None:

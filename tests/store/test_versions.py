@@ -9,7 +9,7 @@ from moonpool.core.vocabulary import BlockKey
 from moonpool.messenger.transfer import Bytes
 from moonpool.store.rooms import ClientId, Room
 
-from .kit import BLOCK, SPACE, bytes_of, eventually, keys_of, run_checksums
+from .kit import BLOCK, SPACE, bytes_of, keys_of, run_checksums
 from .tiered import CLIENT, Tiered
 
 OTHER = ClientId(2)

@@ -65,6 +65,7 @@ class Catalogue:
 
     def _remove(self, name: Name) -> int:
         block = self._blocks.resident.get(name)
+        self._shelf.changed([name])
         if block is None and self._shelf.find(name) is None:
             return NO
         if name in self._pins:

@@ -1,7 +1,8 @@
 """The SSD tier's threads: for each directory one that saves blocks from the arena, and some that load them back.
 
-A disk that fails or stands still is given up until the node restarts: its blocks are gone, DRAM goes on alone. So is
-one that a node finds unusable that has run before; where it is new, that is a mistake to be told at once.
+A disk that fails or stands still is given up until the node restarts: its blocks are gone for good (they may be removed
+or replaced meanwhile), DRAM goes on alone. So is one that a node finds unusable that has run before; where it is new,
+that is a mistake to be told at once.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from moonpool.store.volumes import (
     OpenSlab,
     begin_opening,
     close_late,
+    discard_late,
     not_open,
     open_volumes,
     opening_by,
@@ -135,6 +137,7 @@ class Disks:
             self._opening = [opening for opening in self._opening if opening.until > now]
         for opening in late:
             self._add(opening.directory, not_open(opening.directory, self._open_seconds))
+            self._shelf.late_is_over()
         for volume in volumes:
             with self._changed:
                 began = min(volume.busy.values(), default=now)
@@ -191,10 +194,11 @@ class Disks:
             if found is not None:
                 self._add(opening.directory, found)
             elif patience >= self._open_seconds:
-                opening.opened.add_done_callback(close_late)
+                opening.opened.add_done_callback(discard_late)
                 self._add(opening.directory, not_open(opening.directory, self._open_seconds))
             else:
                 self._opening.append(opening)
+                self._shelf.expect_late()
                 log.warning(
                     "SSD %s: not open in %g s; this node serves without it until it is", opening.directory, patience
                 )
@@ -202,13 +206,16 @@ class Disks:
     def _came_late(self, opening: _Opening, opened: Future[Opened]) -> None:
         """On the thread that opened it."""
         with self._changed:
-            is_wanted = opening in self._opening and not self._closed
+            is_closed, is_wanted = self._closed, opening in self._opening and not self._closed
             self._opening = [other for other in self._opening if other is not opening]
         found = opening_by(opened, 0.0)
         if is_wanted and found is not None:
             self._add(opening.directory, found, is_late=True)
-        else:
+            self._shelf.late_is_over()
+        elif is_closed:
             close_late(opened)
+        else:
+            discard_late(opened)
 
     def _add(self, directory: Path, opened: Opened | ConfigError, is_late: bool = False) -> None:
         if isinstance(opened, ConfigError):
@@ -334,6 +341,9 @@ class Disks:
         _fail(queued)
         if self._shelf.lose(volume.number):
             log.error("SSD %s is given up until this node restarts, its blocks are gone: %s", volume.slab.path, why)
+            # A disk that stands still must hold up nobody.
+            discarding = threading.Thread(target=_discard, args=(volume,), name=f"ssd {volume.number} end", daemon=True)
+            discarding.start()
 
 
 @contextlib.contextmanager
@@ -348,6 +358,18 @@ def _kept_for_good() -> Iterator[None]:
         gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+def _discard(volume: _Volume) -> None:
+    try:
+        volume.index.discard()
+    except OSError as e:
+        log.error(
+            "SSD %s: its index cannot be removed (%s): remove it before this node restarts, or blocks that are removed "
+            "or replaced meanwhile may be back then",
+            volume.slab.path.with_name("index"),
+            e.strerror or e,
+        )
 
 
 def _fail(reads: Sequence[Read]) -> None:

@@ -230,6 +230,7 @@ class Index:
         self._path = path
         self._lock = threading.Lock()
         self._fd = -1
+        self._is_void = False
         self._size = found.nbytes
         self._records = found.records
         self._spaces = dict(found.spaces)
@@ -267,6 +268,8 @@ class Index:
             try:
                 write_all(fd, data)
                 fresh.replace(self._path)
+                if self._is_void:
+                    self._path.unlink(missing_ok=True)
             except BaseException:
                 os.close(fd)
                 with contextlib.suppress(OSError):
@@ -276,6 +279,12 @@ class Index:
             if old >= 0:
                 os.close(old)
             self._size, self._records, self._spaces = len(data), records, spaces
+
+    def discard(self) -> None:
+        """Nothing of it is to be found again, even while a write to this disk hangs. Needs no room on it."""
+        # Not under the lock, which a write that hangs has. A `rewrite` that is about to end looks at the flag after it.
+        self._is_void = True
+        self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
         with self._lock:

@@ -28,6 +28,8 @@ RESERVE = 0.5
 """The part of the arena that is kept free or saved: room for as large a prompt at once without a loss."""
 
 
+LATE_NAMES = 1 << 18
+"""Blocks that come or go while a disk is still opening; of more, nothing that is on it is believed."""
 LOOKS = 64
 """DRAM is looked through for what is to be saved about so often while its whole content changes once."""
 
@@ -65,6 +67,10 @@ class Shelf:
         """What is to be saved next, in order; some of it may have changed since."""
         self._looked_at = 0
         """How many blocks had come when nothing was found to be saved; 0: something was."""
+        self._late = 0
+        """Disks that are still opening."""
+        self._since: set[Name] = set()
+        """What has been put or removed meanwhile: what they have of it is outdated."""
         self.pinned: Container[Name] = ()
         """Blocks that must stay where they are (`Pins`)."""
         self.on_pressure: Callable[[], None] = lambda: None
@@ -113,6 +119,22 @@ class Shelf:
                 self._note([Change(True, name, Tier.SSD) for name in fresh])
                 self.pressed()
             return number
+
+    def expect_late(self) -> None:
+        """A disk will be added later; `late_is_over` when it is, or is given up."""
+        with self._lock:
+            self._late += 1
+
+    def late_is_over(self) -> None:
+        with self._lock:
+            self._late -= 1
+            if not self._late:
+                self._since.clear()
+
+    def changed(self, names: Sequence[Name]) -> None:
+        """These were put or removed. The caller has the lock."""
+        if self._late and len(self._since) <= LATE_NAMES:
+            self._since.update(names)
 
     def pressed(self) -> None:
         """Blocks have become evictable, or DRAM was taken. The caller has the lock."""
@@ -370,9 +392,11 @@ class Shelf:
         return not (is_here or self._blocks.eviction.is_hole(name))
 
     def _is_outdated(self, entry: Shelved) -> bool:
-        """Something else has been put under its key since."""
+        """Something else has been put under its key since, or it was removed."""
         block = self._blocks.resident.get(entry.name)
-        return block is not None and _packed_sums(block) != entry.checksums
+        if block is not None:
+            return _packed_sums(block) != entry.checksums
+        return entry.name in self._since or len(self._since) > LATE_NAMES
 
     def _allocate(self, volume: _Volume, size: int, removed: list[Shelved]) -> int | None:
         if size > volume.extents.free + volume.lru.evictable_bytes:
@@ -422,6 +446,7 @@ class Shelf:
         self._note([Change(False, name, Tier.SSD)])
 
     def _came_to_dram(self, names: Sequence[Name]) -> None:
+        self.changed(names)
         for volume in self._volumes:
             for name in names:
                 volume.lru.came_elsewhere(name)

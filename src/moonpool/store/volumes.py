@@ -93,6 +93,17 @@ def close_late(opening: Future[Opened]) -> None:
         opening.result().close()
 
 
+def discard_late(opening: Future[Opened]) -> None:
+    """As `close_late`, where the node serves without it: what it has may be removed or replaced meanwhile."""
+    if opening.exception() is None:
+        opened = opening.result()
+        try:
+            opened.index.discard()
+        except OSError as e:
+            log.error("SSD %s: its index cannot be removed: %s", opened.slab.path, e.strerror or e)
+        opened.close()
+
+
 def _open(directory: Path, nbytes: int, open_slab: OpenSlab) -> Opened:
     with contextlib.ExitStack() as undo:
         try:
