@@ -7,11 +7,12 @@ PY := .venv/bin/python -P
 INSTALLED := .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-vllm soak check bench bench-int8 bench-journal bench-core bench-overload bench-pipeline bench-scale bench-store bench-layerwise bench-engine clean venv model format
+.PHONY: help serve test test-vllm demo-vllm soak check bench bench-int8 bench-journal bench-core bench-overload bench-pipeline bench-scale bench-store bench-layerwise bench-engine clean venv model format
 
 help:
 	@echo "make serve    serve SmolLM2-135M on http://127.0.0.1:8000   (ARGS='--nodes 2 --decode 2' and so on)"
 	@echo "make test     run the tests                                 (ARGS='tests/core -k directory')"
+	@echo "make demo-vllm  two vLLM servers on CPU, for prefill and decode, behind one endpoint (3.4 GB the first time)"
 	@echo "make test-vllm  the connector, and the gateway before real vLLM servers on CPU (sets them up: 3.4 GB; then 8 minutes)"
 	@echo "make soak     the long versions of tests: thousands of crashes, larger searches (an hour)"
 	@echo "make check    formatting, lint, types, import rules"
@@ -35,6 +36,9 @@ test: $(INSTALLED) model
 
 test-vllm: $(INSTALLED) model
 	MOONPOOL_VLLM=1 $(PY) -m pytest $(or $(ARGS),tests/connectors tests/live/external)
+
+demo-vllm: $(INSTALLED) model
+	$(PY) -m moonpool.bench.vllm_demo $(ARGS)
 
 soak: $(INSTALLED)
 	MOONPOOL_SOAK=1 $(PY) -m pytest --timeout 3600 $(or $(ARGS),tests/core tests/store tests/contract tests/trace tests/wire tests/sim)

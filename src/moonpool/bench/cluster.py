@@ -32,7 +32,7 @@ def heed_interrupts() -> None:
 class RunningCluster:
     """Its supervisor, its URL and its log. Use `running_cluster`, which always ends it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | subprocess.Popen[str], url: str, log: Path) -> None:
         self.process = process
         self.url = url
         self._log = log
