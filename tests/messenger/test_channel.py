@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import socket
 import threading
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -14,16 +12,6 @@ import pytest
 from moonpool.messenger.channel import MAX_BUFFERS, PIECE_BYTES, Channel
 
 SECONDS = 20.0
-
-
-@pytest.fixture
-def ends() -> Iterator[tuple[Channel, Channel]]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        one = Channel(socket.create_connection(listener.getsockname()))
-        two = Channel(listener.accept()[0])
-    yield one, two
-    one.close()
-    two.close()
 
 
 @pytest.mark.parametrize(

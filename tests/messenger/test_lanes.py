@@ -14,9 +14,11 @@ import pytest
 from moonpool.core.vocabulary import BlockKey, KeySpaceId
 from moonpool.errors import PoolError, TransferError
 from moonpool.messenger import lanes, waiting
-from moonpool.messenger.channel import Channel
+from moonpool.messenger.channel import Blocks, Channel, Read, framed
 from moonpool.messenger.server import TcpServer
 from moonpool.messenger.tcp import Priority, TcpMessenger
+from moonpool.messenger.transfer import checksum
+from moonpool.messenger.waiting import RefusedError
 
 from .kit import SECONDS, SPACE, Leaving, MemoryStore, bytes_of, keys_of, serving, write_of
 from .proxy import proxy
@@ -350,23 +352,48 @@ def test_nothing_is_kept_of_a_peer_that_nobody_talks_to(
 
 def test_anything_may_be_carried(messenger: TcpMessenger) -> None:
     store = MemoryStore(4096, 1)
-    threads: list[threading.Thread] = []
+    errors: list[Exception] = [
+        ConnectionResetError(),
+        ConnectionResetError(),
+        RefusedError("no"),
+        PoolError("not today"),
+    ]
 
-    def refuse(channel: Channel) -> int:
-        threads.append(threading.current_thread())
-        if len(threads) < 3:
-            raise ConnectionResetError
-        raise PoolError("not today")
+    def fail(channel: Channel) -> int:
+        raise errors.pop(0)
 
     with serving(store) as server:
         assert messenger.carry(server.address, lambda channel: 7, SECONDS).result(SECONDS) == 7
         with pytest.raises(TransferError, match="broke"):
-            messenger.carry(server.address, refuse, SECONDS).result(SECONDS)
-        with pytest.raises(PoolError, match="not today"):
-            messenger.carry(server.address, refuse, SECONDS).result(SECONDS)
-        connections = messenger.counters()["connections"]
+            messenger.carry(server.address, fail, SECONDS).result(SECONDS)
+        with pytest.raises(RefusedError, match="no"):
+            messenger.carry(server.address, fail, SECONDS).result(SECONDS)
+        assert messenger.counters()["connections"] == 1
         assert messenger.carry(server.address, lambda channel: 8, SECONDS).result(SECONDS) == 8
-        assert messenger.counters()["connections"] == connections == 1
+        with pytest.raises(PoolError, match="not today"):
+            messenger.carry(server.address, fail, SECONDS).result(SECONDS)
+
+
+def test_bytes_that_nobody_read_are_never_taken_for_an_answer(one_lane: TcpMessenger) -> None:
+    """Whoever asked gives up in the middle of what came, whose next bytes look like another answer."""
+    store = MemoryStore(4096, 1)
+    key, other = keys_of("a", 2)
+    store.put([other])
+    forged = bytes(4096)
+    evil = framed(Blocks(1, 4096, (checksum(np.frombuffer(forged, np.uint8)),))) + forged
+    store.blocks[key] = np.frombuffer(evil, np.uint8), [0]
+
+    def give_up(channel: Channel) -> None:
+        channel.send_header(Read(SPACE, (key,), SECONDS), time.monotonic() + SECONDS)
+        channel.receive_header(time.monotonic() + SECONDS)
+        raise PoolError("there is no room for it")
+
+    with serving(store) as server:
+        with pytest.raises(PoolError, match="no room"):
+            one_lane.carry(server.address, give_up, SECONDS).result(SECONDS)
+        target = np.empty(4096, np.uint8)
+        assert one_lane.read(server.address, SPACE, [other], [target], SECONDS).result(SECONDS) == 1
+        assert np.array_equal(target, store.blocks[other][0])
 
 
 def test_a_peer_that_is_not_there_fails_all_that_waits_for_it_at_once(one_lane: TcpMessenger) -> None:

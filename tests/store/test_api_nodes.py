@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from moonpool.core.vocabulary import NodePeer
+from moonpool.core.vocabulary import KeySpaceId, NodePeer
 from moonpool.store import BlockKey, BlockMeta, Client, PoolError, Space
 from moonpool.store.client import NodeClient
 
@@ -174,3 +175,20 @@ def test_a_copy_is_fetched_from_another_node_where_one_stands_still(
         assert time.monotonic() - began < 30
         # Whoever asks next is not told to wait for it either.
         assert space.replicas(K[0]) == 2
+
+
+def test_one_name_with_two_layouts_harms_no_other_key_space(nodes: list[NodePeer], connect: Connect) -> None:
+    """What came of the other layout, and was not kept, must not be read as the answer to the next question."""
+    here, there = connect(nodes[0], "near"), connect(nodes[1], "near")
+    other = replace(SPACE, runs=2 * SPACE.runs, run_bytes=SPACE.run_bytes // 2)
+    victims = replace(SPACE, id=KeySpaceId("bb" * 16))
+    here.space(other).put(K[0], bytes_of(K[0]))
+    put(there.space(victims), K[1:2])
+    there.space(SPACE).put(K[2], bytes_of(K[2]))
+    known(here.space(victims), K[1:2])
+    known(here.space(SPACE), K[2:3])
+    with pytest.raises(PoolError, match=r"key space .* has 8 runs"):
+        here.space(SPACE).get(K[2:3])
+    with here.space(victims).get(K[1:2]) as blocks:
+        assert np.array_equal(blocks[0], bytes_of(K[1]))
+    assert here.stats()["messenger_transfers"] == 1, "the peer was not asked for what could not be kept"

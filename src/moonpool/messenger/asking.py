@@ -1,4 +1,8 @@
-"""The connecting side of `giving`: one call over one connection, in the calling thread."""
+"""The connecting side of `giving`: one call over one connection, in the calling thread.
+
+Raises RefusedError where the node refuses: then the connection is still good. After any other error it is not, since
+there may be bytes on it that nobody has read: to read on would be to take them for frames.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,7 @@ from moonpool.messenger.questions import (
     unpack_sums,
 )
 from moonpool.messenger.transfer import Bytes
+from moonpool.messenger.waiting import RefusedError
 
 FIRST_BYTES = 1 << 20
 """Sent, then summed up while the other side receives it. Then twice as much each time, up to GROUP_BYTES."""
@@ -37,7 +42,6 @@ BOOKS_SECONDS = 400e-6
 
 
 def ask(channel: Channel, question: Question, until: float) -> Reply:
-    """Raises PoolError where the node refuses."""
     channel.send_header(question, until)
     reply = _heard(channel, until, soon=SPIN_SECONDS)
     if not isinstance(reply, Reply):
@@ -61,12 +65,14 @@ def get(
     given = _heard(channel, until, soon=SPIN_SECONDS)
     if not isinstance(given, Given) or len(given.marks) * 16 != len(request.keys):
         raise TransferError(f"{type(given).__name__} came as the answer to GetBlocks, or not one mark a key")
-    sums, coming = unpack_sums(given.checksums), given.marks.count(YES)
+    sums, coming = _sums(given.checksums), given.marks.count(YES)
     if len(sums) != coming * request.runs:
         raise TransferError(f"{coming} blocks of {request.runs} runs with {len(sums)} checksums")
-    copies = unpack_sums(given.copies) or (0,) * coming
+    copies = _sums(given.copies) or (0,) * coming
     if len(copies) != coming:
         raise TransferError(f"{coming} blocks with marks of {len(copies)} copies")
+    if len(given.metas) != (coming if request.here else 0):
+        raise TransferError(f"{coming} blocks with {len(given.metas)} metas")
     came: list[int | None] = []
     for is_wanted, stretch in groupby(place(given), lambda pieces: pieces is not None):
         if not is_wanted:
@@ -134,8 +140,15 @@ def _groups(blocks: Sequence[Sequence[Bytes]], limit: int) -> Iterator[list[memo
 def _heard(channel: Channel, until: float, soon: float = 0.0) -> Header:
     header = channel.receive_header(until, soon=soon)
     if isinstance(header, Refused):
-        raise PoolError(header.reason)
+        raise RefusedError(header.reason)
     return header
+
+
+def _sums(data: bytes) -> tuple[int, ...]:
+    try:
+        return unpack_sums(data)
+    except PoolError as e:
+        raise TransferError(str(e)) from None
 
 
 def seconds_left(until: float) -> float:

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from moonpool.errors import PoolError, TransferError
+from moonpool.errors import TransferError
 from moonpool.messenger.channel import Channel, greet
 from moonpool.messenger.waiting import Piece, RefusedError, Way
 
@@ -63,7 +63,7 @@ class Lane:
         error: Exception | None = None
         try:
             piece.work.receive(self._channel)
-        except (RefusedError, PoolError) as e:
+        except RefusedError as e:
             error = e
         self.underway.popleft()
         over(piece, error)

@@ -103,7 +103,8 @@ class TcpMessenger:
     ) -> Future[T]:
         """Do `work` over a connection that nothing else is under way on; again, on a new one, where it breaks.
 
-        `work` keeps within `time_left` by itself. A PoolError it raises leaves the connection as it is.
+        `work` keeps within `time_left` by itself. After a RefusedError the connection is used again, after any other
+        error it is closed.
         """
         return self._submit(address, self._calling(work, time_left, nbytes, priority))
 

@@ -24,11 +24,11 @@ from moonpool.messenger.questions import (
     Given,
     PutBlocks,
     Question,
-    Refused,
     Reply,
     packed,
 )
 from moonpool.messenger.transfer import Bytes
+from moonpool.messenger.waiting import RefusedError
 from moonpool.store.buffers import part_of, private_bytes
 from moonpool.store.home import Held, Layers, Wait
 from moonpool.wire.security import data_key
@@ -78,10 +78,7 @@ class FarHome:
 
     def ask(self, question: Question) -> Reply:
         until = time.monotonic() + self._timeout + SLACK_SECONDS
-        reply = self._carry(lambda channel: asking.ask(channel, question, until), until)
-        if isinstance(reply, Refused):
-            raise PoolError(reply.reason)
-        return reply
+        return self._carry(lambda channel: asking.ask(channel, question, until), until)
 
     def put(
         self,
@@ -216,9 +213,9 @@ class FarHome:
                 result = work(channel)
                 is_good = True
                 return result
-            except PoolError:
+            except RefusedError as e:
                 is_good = True
-                raise
+                raise PoolError(str(e)) from None
             except TimeoutError:
                 raise self._late() from None
             except (OSError, EOFError, TransferError) as e:

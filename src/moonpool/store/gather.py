@@ -13,7 +13,7 @@ from moonpool.core.vocabulary import BlockKey, KeySpace, NodePeer
 from moonpool.errors import PoolError, TransferError
 from moonpool.messenger import asking
 from moonpool.messenger.channel import Channel
-from moonpool.messenger.questions import GetBlocks, Given, packed, unpacked
+from moonpool.messenger.questions import YES, GetBlocks, Given, packed, unpacked
 from moonpool.messenger.tcp import Priority, TcpMessenger
 from moonpool.messenger.transfer import Bytes
 from moonpool.store.arena import Arena
@@ -62,6 +62,8 @@ class Gatherer:
     async def copy(self, node: NodePeer, space: KeySpace, keys: Sequence[BlockKey], until: float) -> int:
         """Blocks that another node has, behind all that somebody waits for; how many came."""
         came = 0
+        if not self._takes(space):
+            return came
         for part in _parts(space, keys):
             missing = [
                 key
@@ -77,6 +79,15 @@ class Gatherer:
                 pull.let_go()
             came += sum(place in HERE for _, place in self._placed(space, missing))
         return came
+
+    def _takes(self, space: KeySpace) -> bool:
+        """Looked at before a peer is asked: what it sent could not be kept."""
+        try:
+            self._ledger.check_takes(space)
+        except PoolError as e:
+            log.warning("no blocks of key space %s are fetched: %s", space.id, e)
+            return False
+        return True
 
     def _placed(self, space: KeySpace, keys: Sequence[BlockKey]) -> list[tuple[BlockKey, Place]]:
         return list(zip(keys, self._ledger.catalogue.places(space.id, keys), strict=True))
@@ -96,6 +107,8 @@ class Gatherer:
         """Of each block that somebody may have: who, the one to be asked first in front."""
         with contextlib.ExitStack() as holds:
             missing = [key for key, place in self._placed(space, keys) if place not in HERE]
+            if missing and not self._takes(space):
+                return Hold()
             while missing and not self._neighbours.is_alone and time.monotonic() < until:
                 others = [future for key in missing if (future := self._fetching.get((space.id, key))) is not None]
                 new = [key for key in missing if key not in known and (space.id, key) not in self._fetching]
@@ -219,7 +232,7 @@ class _Pull:
                 self._ledger.rooms.close(self._owner, room.id)
 
     def _open(self, request: GetBlocks, given: Given) -> list[list[Bytes] | None]:
-        keys = [key for key, mark in zip(unpacked(request.keys), given.marks, strict=True) if mark]
+        keys = [key for key, mark in zip(unpacked(request.keys), given.marks, strict=True) if mark == YES]
         room = self._ledger.rooms.open(self._owner, self.space, keys, metas=given.metas)
         self._rooms.append(room)
         self.without_room = [key for key, block in zip(keys, room.blocks, strict=True) if block is None]

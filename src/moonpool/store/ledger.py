@@ -64,6 +64,12 @@ class Ledger:
         with self._lock:
             self._quotas.limit(client, nbytes)
 
+    def check_takes(self, space: KeySpace) -> None:
+        """Raises PoolError where no blocks of this key space, with this layout, can come to this node."""
+        with self._lock:
+            self._blocks.spaces.check(space)
+            self._blocks.spaces.check_new(space)
+
     def leading(self, space: KeySpace, keys: Sequence[BlockKey]) -> int:
         """How many leading blocks are readable now."""
         with self._lock:
