@@ -171,3 +171,25 @@ def test_small_operations_of_few_rows_and_many(kernels: Kernels, rows: int) -> N
     rotate(expected[:, :3], cos, sin)
     kernels.rotate(heads, 3, (cos, sin))
     assert torch.allclose(heads, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(("block", "start", "count"), [(16, 0, 1), (16, 0, 70), (64, 64, 50), (32, 93, 130)])
+@pytest.mark.parametrize(("dim", "heads", "kv_heads"), [(64, 6, 2), (128, 3, 3), (64, 40, 1)])
+def test_a_chunk_of_a_prompt(
+    kernels: Kernels, block: int, start: int, count: int, dim: int, heads: int, kv_heads: int
+) -> None:
+    """Causal over its pages in any order; what lies behind its end is NaN."""
+    torch.manual_seed(start)
+    end = start + count
+    pages = torch.randperm(16)[: -(-end // block)]
+    cache = torch.full((16, 2, block, kv_heads, dim), float("nan"))
+    context = torch.randn(end, 2, kv_heads, dim)
+    for at in range(end):
+        cache[pages[at // block], :, at % block] = context[at]
+    qkv = torch.cat((torch.randn(count, heads, dim) * 5, context[start:].flatten(1, 2)), 1)
+    key, value = context.permute(1, 2, 0, 3)[:, None]
+    mask = torch.arange(end)[None] <= torch.arange(start, end)[:, None]
+    query = qkv[:, :heads].transpose(0, 1)[None]
+    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.2, enable_gqa=True)
+    found = kernels.prefill(pages, start, qkv, heads, 0.2, cache)
+    assert torch.allclose(found, expected[0].transpose(0, 1), atol=1e-4)

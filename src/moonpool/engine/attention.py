@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moonpool.engine.contexts import Contexts, Seated
 from moonpool.engine.engine import Row
-from moonpool.engine.native import LANES, MOST_ROWS, Kernels, Step
+from moonpool.engine.native import LANES, MOST_ROWS, PANEL, Kernels, Step
 from moonpool.engine.pages import Pages
 
 ATTENTION = "moonpool"
@@ -30,8 +30,7 @@ class Chunk:
     first: int
     count: int
     end: int
-    k_rows: Tensor
-    v_rows: Tensor
+    pages: Tensor
     mask: Tensor | None
 
 
@@ -87,6 +86,7 @@ class Batch:
     ) -> None:
         self.pages, self.scratch, self.on_layer = pages, scratch, on_layer
         self._kernels = kernels
+        self._prefills = kernels is not None and pages.shape[-1] % PANEL == 0
         self._device = device = pages.device
         self._block = block = pages.block_tokens
         ids: list[int] = []
@@ -130,12 +130,12 @@ class Batch:
 
     def _chunk(self, first: int, row: Row) -> Chunk:
         end = row.start + row.count
-        table = 2 * torch.tensor(row.pages[: _pages(end, self._block)], device=self._device)
+        table = torch.tensor(row.pages[: _pages(end, self._block)], device=self._device)
         mask = None
-        if row.start > 0:
+        if row.start > 0 and not self._prefills:
             keys = torch.arange(end, device=self._device)
             mask = keys[None, :] <= keys[row.start :, None]
-        return Chunk(first, row.count, end, table, table + 1, mask)
+        return Chunk(first, row.count, end, table, mask)
 
     def _group(self, decodes: list[tuple[int, Row]]) -> DecodeGroup:
         ends = [row.start + 1 for _, row in decodes]
@@ -169,12 +169,17 @@ class Batch:
             return self._attend_seated(self.seated, layer, query, both, scale)
         if not self.chunks and len(self.groups) == 1:
             return _decode(self.groups[0], cache, self.scratch, query, scale)
+        if len(self.chunks) == 1 and not len(self._singles) and self._prefills:
+            return self._prefill_natively(self.chunks[0], layer, qkv, heads, scale)
         if len(self.chunks) == 1 and not len(self._singles):
             return _prefill(self.chunks[0], cache, self.scratch, query, both, scale)
         out = query.new_empty(query.shape)
         for chunk in self.chunks:
             part = slice(chunk.first, chunk.first + chunk.count)
-            out[part] = _prefill(chunk, cache, self.scratch, query[part], both[part], scale)
+            if self._prefills:
+                out[part] = self._prefill_natively(chunk, layer, qkv[part], heads, scale)
+            else:
+                out[part] = _prefill(chunk, cache, self.scratch, query[part], both[part], scale)
         if self._single is not None:
             drawn = self._attend_natively(self._single, layer, qkv.index_select(0, self._singles), heads, scale)
             out.index_copy_(0, self._singles, drawn)
@@ -187,6 +192,11 @@ class Batch:
             drawn = self._attend_seated(self.seated, layer, query.index_select(0, singles), new, scale)
             out.index_copy_(0, singles, drawn)
         return out
+
+    def _prefill_natively(self, chunk: Chunk, layer: int, qkv: Tensor, heads: int, scale: float | None) -> Tensor:
+        assert self._kernels is not None
+        start = chunk.end - chunk.count
+        return self._kernels.prefill(chunk.pages, start, qkv, heads, scale, self.pages.tensor(layer))
 
     def _attend_natively(self, step: Step, layer: int, qkv: Tensor, heads: int, scale: float | None) -> Tensor:
         assert self._kernels is not None
@@ -266,7 +276,9 @@ def _prefill(chunk: Chunk, cache: Tensor, scratch: Scratch, query: Tensor, both:
     """[count, H, D] from [count, H, D] and new K and V [count, 2, KV, D]; a sequence's first chunk needs no gather."""
     key, value = both[:, 0], both[:, 1]
     if chunk.mask is not None:
-        key, value = (part.flatten(0, 1)[: chunk.end] for part in scratch.gather(cache, chunk.k_rows, chunk.v_rows))
+        key, value = (
+            part.flatten(0, 1)[: chunk.end] for part in scratch.gather(cache, 2 * chunk.pages, 2 * chunk.pages + 1)
+        )
     out = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
         key.transpose(0, 1)[None],

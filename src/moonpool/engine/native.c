@@ -23,6 +23,7 @@
 #define DEPTH 64 /* inputs of a panel that stay in the first cache while all rows pass */
 #define GROUP 3  /* most rows whose sums stay in registers */
 #define LANES 8
+#define QUERIES 24 /* rows of a tile of scores, about */
 #define MANY_ROWS 32 /* more are worth waking threads for small work */
 #define LINE 16 /* floats of a line of a cache */
 
@@ -60,6 +61,13 @@ typedef struct {
     float *scratch;                /* for sums between products, and [threads, room] of scores */
     int64_t room;
 } Step;
+
+/* A chunk of a prompt. */
+typedef struct {
+    const int64_t *pages;
+    int64_t start, count, block, heads, kv_heads, dim, tiles, threads; /* tiles: of PANEL tokens, up to the chunk's end */
+    float scale;
+} Prompt;
 
 INLINE lanes spread(float x) { return x - (lanes){0}; }
 
@@ -337,6 +345,87 @@ static void attend_all(const Attention *a, const Step *step, const float *qkv, c
         int64_t row = i / heads, head = i % heads;
         attend(a, step, qkv + (row * all + head) * a->dim, cache, row, head / (heads / a->kv_heads), own,
                out + i * a->dim);
+    }
+}
+
+/* A tile of keys and values: keys[dim][PANEL] turned, values[dim / PANEL][PANEL][PANEL], zeros behind the end. */
+static void pack_tile(const Prompt *p, const float *cache, int64_t kv_head, int64_t tile, float *keys, float *values) {
+    int64_t dim = p->dim, kv = p->kv_heads * dim, end = p->start + p->count;
+    for (int64_t i = 0; i < PANEL; i++) {
+        int64_t at = tile * PANEL + i;
+        const float *page = cache + (at < end ? p->pages[at / p->block] : 0) * 2 * p->block * kv;
+        const float *key = page + at % p->block * kv + kv_head * dim, *value = key + p->block * kv;
+        for (int64_t d = 0; d < dim; d++) {
+            keys[d * PANEL + i] = at < end ? key[d] : 0.0f;
+            values[(d / PANEL * PANEL + i) * PANEL + d % PANEL] = at < end ? value[d] : 0.0f;
+        }
+    }
+}
+
+/* Scores of a tile become shares of the largest so far; what was summed before is brought down to it. */
+static void soften(float *scores, int64_t seen, float *most, float *sum, float *mixed, int64_t rows, int64_t panels) {
+    for (int64_t i = seen > 0 ? seen : 0; i < PANEL; i++) scores[i] = -INFINITY;
+    float top = *most;
+    for (int64_t i = 0; i < PANEL; i++) top = scores[i] > top ? scores[i] : top;
+    lanes shares = {0};
+    for (int64_t i = 0; i < PANEL; i += LANES) {
+        lanes part = exponential(*(const lanes *)(scores + i) - top);
+        *(lanes *)(scores + i) = part;
+        shares += part;
+    }
+    float kept = exponential(spread(*most - top))[0];
+    *sum = *sum * kept + total(shares);
+    *most = top;
+    for (int64_t panel = 0; panel < panels; panel++)
+        for (int64_t i = 0; i < PANEL; i++) mixed[panel * rows * PANEL + i] *= kept;
+}
+
+/* Causal attention of `tokens` tokens from `first` on, for the query heads of one KV head. */
+static void attend_tokens(const Prompt *p, const float *qkv, const float *packed, int64_t kv_head, int64_t first,
+                          int64_t tokens, float *out) {
+    int64_t dim = p->dim, panels = dim / PANEL, group = p->heads / p->kv_heads, rows = tokens * group;
+    int64_t last = (p->start + first + tokens - 1) / PANEL, tile_floats = 2 * PANEL * dim;
+    float query[rows * dim], scores[rows * PANEL], mixed[rows * dim], most[rows], sum[rows];
+    for (int64_t r = 0; r < rows; r++) {
+        const float *head = qkv + ((first + r / group) * (p->heads + 2 * p->kv_heads) + kv_head * group + r % group) * dim;
+        for (int64_t d = 0; d < dim; d++) query[r * dim + d] = head[d] * p->scale;
+        most[r] = -INFINITY, sum[r] = 0;
+    }
+    memset(mixed, 0, sizeof mixed);
+    for (int64_t tile = 0; tile <= last; tile++) {
+        const float *keys = packed + (kv_head * p->tiles + tile) * tile_floats, *values = keys + PANEL * dim;
+        memset(scores, 0, sizeof scores);
+        for (int64_t d = 0; d < dim; d += DEPTH)
+            multiply_block(0, rows, query + d, dim, keys + d * PANEL, DEPTH, 0, PANEL, scores);
+        for (int64_t r = 0; r < rows; r++)
+            soften(scores + r * PANEL, p->start + first + r / group + 1 - tile * PANEL, most + r, sum + r,
+                   mixed + r * PANEL, rows, panels);
+        for (int64_t panel = 0; panel < panels; panel++)
+            multiply_block(0, rows, scores, PANEL, values + panel * PANEL * PANEL, PANEL, 0, PANEL,
+                           mixed + panel * rows * PANEL);
+    }
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t d = 0; d < dim; d++)
+            out[((first + r / group) * p->heads + kv_head * group + r % group) * dim + d] =
+                mixed[(d / PANEL * rows + r) * PANEL + d % PANEL] / sum[r];
+}
+
+/* A chunk of a prompt over its pages, its own K and V among them. qkv[count, heads + 2 kv_heads, dim] with positions,
+ * out[count, heads, dim]; dim is a multiple of PANEL. `packed`: kv_heads * tiles * 2 * PANEL * dim floats. */
+void moonpool_prefill(const Prompt *p, const float *qkv, const float *cache, float *packed, float *out) {
+    int64_t group = p->heads / p->kv_heads, tokens = group < QUERIES ? QUERIES / group : 1;
+    int64_t parts = (p->count + tokens - 1) / tokens, tile_floats = 2 * PANEL * p->dim;
+#pragma omp parallel num_threads(p->threads)
+    {
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < p->kv_heads * p->tiles; i++)
+            pack_tile(p, cache, i / p->tiles, i % p->tiles, packed + i * tile_floats,
+                      packed + i * tile_floats + PANEL * p->dim);
+#pragma omp for schedule(dynamic)
+        for (int64_t i = p->kv_heads * parts - 1; i >= 0; i--) { /* the longest first */
+            int64_t first = i / p->kv_heads * tokens, left = p->count - first;
+            attend_tokens(p, qkv, packed, i % p->kv_heads, first, left < tokens ? left : tokens, out);
+        }
     }
 }
 

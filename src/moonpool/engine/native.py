@@ -94,6 +94,23 @@ class StepShape(ctypes.Structure):
     )
 
 
+class PromptShape(ctypes.Structure):
+    """`Prompt` of native.c."""
+
+    _fields_ = (
+        ("pages", ctypes.c_void_p),
+        ("start", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+        ("block", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("dim", ctypes.c_int64),
+        ("tiles", ctypes.c_int64),
+        ("threads", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+    )
+
+
 class Step:
     """The tokens of one step that are a sequence's only one in it. `ends`: tokens of each, its new one included."""
 
@@ -120,6 +137,7 @@ class Kernels:
         self._activate = _function(library.moonpool_activate, [pointer] * 2 + [size] * 3)
         self._linear = _function(library.moonpool_linear, [pointer] * 4 + [size] * 2)
         self._mlp = _function(library.moonpool_mlp, [pointer] * 4 + [size] * 2)
+        self._prefill = _function(library.moonpool_prefill, [pointer] * 5)
         self._attend = _function(library.moonpool_attend, [pointer] * 5)
         self._attention = _function(library.moonpool_attention, [pointer] * 5)
 
@@ -158,6 +176,30 @@ class Kernels:
         rows = hidden.numel() // mlp.gate_up.inputs
         scratch = self._room(rows * 3 * mlp.down.inputs + _bytes_room(mlp.gate_up, rows) + _bytes_room(mlp.down, rows))
         self._mlp(ctypes.addressof(mlp), hidden.data_ptr(), out.data_ptr(), scratch, rows, self._threads)
+        return out
+
+    def prefill(self, pages: Tensor, start: int, qkv: Tensor, heads: int, scale: float | None, cache: Tensor) -> Tensor:
+        """[T, H, D] from [T, H + 2 KV, D] with positions: a chunk from token `start` on.
+
+        Its K and V are in the cache already. D is a multiple of PANEL; pages int64, as many as the tokens up to the chunk's end take.
+        """
+        count, all_heads, dim = qkv.shape
+        kv_heads, tiles = (all_heads - heads) // 2, -(-(start + count) // PANEL)
+        out = qkv.new_empty((count, heads, dim))
+        prompt = PromptShape(
+            pages=pages.data_ptr(),
+            start=start,
+            count=count,
+            block=cache.shape[2],
+            heads=heads,
+            kv_heads=kv_heads,
+            dim=dim,
+            tiles=tiles,
+            threads=self._threads,
+            scale=dim**-0.5 if scale is None else scale,
+        )
+        room = self._room(kv_heads * tiles * 2 * PANEL * dim)
+        self._prefill(ctypes.addressof(prompt), *_pointers(qkv, cache), room, out.data_ptr())
         return out
 
     def attend(self, step: Step, qkv: Tensor, heads: int, scale: float | None, cache: Tensor) -> Tensor:
