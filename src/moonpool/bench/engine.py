@@ -31,6 +31,8 @@ OURS, INT8, PEER = "moonpool", "moonpool int8", "vLLM"
 COMPILE_SECONDS = 900.0
 """vLLM compiles its model at its first start."""
 POINT, MEAN, INT8_TIMES = 0.97, 1.0, 1.8
+INT8_SHARE = 0.25
+"""Of the bytes that a step reads."""
 TABLE_COLUMNS = 110
 
 
@@ -146,7 +148,7 @@ def _measure(figures: Figures, sides: dict[str, Worker], case: Case, turn: int, 
 
 
 def _print(console: Console, figures: Figures, cases: Sequence[Case], read: float) -> None:
-    """`read`: seconds for the weights once, the least that a step of one stream can take."""
+    """`read`: seconds for the float32 weights once, the least that a step of one stream can take."""
     names = [name for name in (OURS, INT8, PEER) if (cases[0], name) in figures.rates]
     count = len(figures.rates[cases[0], OURS])
     table = Table("tokens/s", title=f"SmolLM2-135M, float32 (and int8): median (min–max) of {count} turns")
@@ -154,15 +156,17 @@ def _print(console: Console, figures: Figures, cases: Sequence[Case], read: floa
         table.add_column(name, justify="right")
     if PEER in names:
         table.add_column("times vLLM", justify="right")
+        table.add_column("int8", justify="right")
     for case in cases:
         cells = [_spread(figures.rates[case, name]) for name in names]
-        ratio = figures.ratio(case, OURS, PEER)
-        table.add_row(str(case), *cells, *([f"{ratio:.2f}"] if ratio else []))
+        ratios = [figures.ratio(case, name, PEER) for name in (OURS, INT8)]
+        table.add_row(str(case), *cells, *[f"{ratio:.2f}" for ratio in ratios if ratio])
     console.print(table)
     console.print(f"reading the weights once takes {read * 1e3:.1f} ms: at most {1 / read:.1f} tokens/s of one stream")
     for name in names:
         if alone := figures.rates.get((Case("decode", 1), name)):
-            console.print(f"  {name} reaches {statistics.median(alone) * read:.2f} of that")
+            share, of = (INT8_SHARE, "a fourth of the bytes") if name == INT8 else (1.0, "these bytes")
+            console.print(f"  {name} reaches {statistics.median(alone) * read * share:.2f} of what {of} allow")
 
 
 def _spread(rates: Sequence[float]) -> str:

@@ -181,7 +181,8 @@ class Kernels:
     def prefill(self, pages: Tensor, start: int, qkv: Tensor, heads: int, scale: float | None, cache: Tensor) -> Tensor:
         """[T, H, D] from [T, H + 2 KV, D] with positions: a chunk from token `start` on.
 
-        Its K and V are in the cache already. D is a multiple of PANEL; pages int64, as many as the tokens up to the chunk's end take.
+        Its K and V are in the cache already. D is a multiple of PANEL; pages int64, as many as the tokens up to the
+        chunk's end take.
         """
         count, all_heads, dim = qkv.shape
         kv_heads, tiles = (all_heads - heads) // 2, -(-(start + count) // PANEL)
