@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from moonpool.engine import native
+from moonpool.engine import compiled, native
 from moonpool.engine.engine import Row
 from moonpool.engine.layers import Norm, rotate
 from moonpool.engine.linear import PackedLinear
@@ -127,7 +127,7 @@ def test_compiled_once(kernels: Kernels, tmp_path: Path, monkeypatch: pytest.Mon
         started.append(command)
         return run(command, **options)
 
-    monkeypatch.setattr(native.subprocess, "run", spy)
+    monkeypatch.setattr(compiled.subprocess, "run", spy)
     assert native.load(1) is not None
     assert native.load(1) is not None
     assert len([command for command in started if "-shared" in command]) == 1

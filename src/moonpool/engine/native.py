@@ -1,27 +1,19 @@
-"""Kernels of our own for tokens that decode on a CPU (native.c), compiled once for the machine that they run on.
+"""Kernels of our own on a CPU (native.c): their arguments and calls.
 
-They need GCC, whose OpenMP threads are torch's own; without it decoding goes through torch, and `load` says so. What
-was compiled lies in `kernels` of Moonpool's cache directory, under a name that changes with source, compiler and
-processor.
+Without them, which `load` says, all goes through torch.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moonpool.engine.model import home
+from moonpool.engine.compiled import LackError, compiled
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +23,7 @@ LANES = 8
 """Dimensions of a head, and of an MLP's middle, come in multiples of it."""
 PANEL, BYTES = 64, 4
 """Outputs that lie together, and of int8 inputs too."""
-COMPILE_SECONDS = 60.0
-OPTIONS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
 SAMPLED = 4096
-SOURCE = Path(__file__).with_name("native.c")
 
 
 class LinearShape(ctypes.Structure):
@@ -287,48 +276,10 @@ def _bytes_room(layer: LinearShape, rows: int) -> int:
 def load(threads: int) -> Kernels | None:
     """The kernels, compiled unless they were before. None, and a line in the log, where that cannot be done."""
     try:
-        return Kernels(ctypes.CDLL(str(_compiled())), threads)
-    except _LackError as lack:
+        return Kernels(ctypes.CDLL(str(compiled())), threads)
+    except LackError as lack:
         log.warning("decoding goes through torch, which is slower: %s", lack)
         return None
-
-
-class _LackError(Exception):
-    """Why there are no kernels, and what would help."""
-
-
-def _compiled() -> Path:
-    compiler = shutil.which("gcc")
-    if compiler is None:
-        raise _LackError("there is no gcc to compile kernels with; install it")
-    folder = home() / "kernels"
-    try:
-        version = subprocess.run([compiler, "-v"], capture_output=True, timeout=COMPILE_SECONDS, check=True).stderr
-        known = hashlib.sha256(SOURCE.read_bytes() + version + " ".join(OPTIONS).encode() + _processor()).hexdigest()
-        library = folder / f"{known[:32]}.so"
-        if not library.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as place:
-                made = Path(place) / library.name
-                command = [compiler, *OPTIONS, str(SOURCE), "-o", str(made), "-lm"]
-                subprocess.run(command, capture_output=True, timeout=COMPILE_SECONDS, check=True)
-                made.replace(library)
-    except subprocess.CalledProcessError as error:
-        said = error.stderr.decode(errors="replace").strip().splitlines()
-        raise _LackError(f"{compiler} does not compile them: {said[0] if said else error}") from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise _LackError(f"they cannot be compiled into {folder}: {error}") from error
-    return library
-
-
-def _processor() -> bytes:
-    """What `-march=native` looks at."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor().encode()
-    wanted = ("vendor_id", "cpu family", "model", "flags", "Features")
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)})).encode()
 
 
 def _function(function: Any, arguments: Sequence[Any]) -> Any:
