@@ -70,7 +70,7 @@ def test_what_vllm_has_itself_is_not_loaded() -> None:
     # Afterwards vLLM computes the rest; the loaded blocks are not stored again.
     half.heard(["r"], ())
     (save,) = half.plan(step(new=[("r", [7, 3, 9, 1, 4, 5], 3 * SIZE, 2 * SIZE + 8)])).saves
-    assert (save.keys, save.blocks) == (keys_of(ids), (7, 3, 9, 1, 4))
+    assert (save.keys, save.blocks, save.fresh) == (keys_of(ids), (7, 3, 9, 1, 4), 2)
 
 
 def test_a_pool_that_has_not_answered_is_asked_again() -> None:

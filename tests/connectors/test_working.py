@@ -51,7 +51,7 @@ def keys_of(count: int, ranks: int = 1) -> tuple[BlockKey, ...]:
 
 def compute(workers: Sequence[Worker], blocks: Sequence[int], ranks: int = 1) -> None:
     """A step of all ranks that stores these blocks, as vLLM drives it."""
-    save = Save(REQUEST, 1, space_of(ranks), keys_of(len(blocks), ranks), tuple(blocks))
+    save = Save(REQUEST, 1, space_of(ranks), keys_of(len(blocks), ranks), tuple(blocks), len(blocks))
     for worker in workers:
         worker.half.begin_step(StepPlan(saves=(save,)))
     for name in NAMES:
@@ -114,6 +114,13 @@ def test_blocks_that_left_the_pool_are_said_to_be_lacking(node: NodePeer, start:
     compute([worker], [3, 1])
     assert load(worker, [5, 6, 8], keys=keys_of(3)) == {8}
     assert torch.equal(worker.block(3), worker.block(5))
+
+
+def test_a_full_node_takes_the_first_blocks(conductor: Conductor, start: Start) -> None:
+    worker = start(conductor.start_node("node-0", dram_bytes=4 * space_of().block_bytes))
+    compute([worker], [3, 1, 7, 0, 2, 4])
+    assert load(worker, [5, 6, 8, 9, 10, 11]) == {10, 11}
+    assert torch.equal(worker.block(0), worker.block(9))
 
 
 def test_a_load_that_was_given_up_is_over_at_once(node: NodePeer, start: Start) -> None:

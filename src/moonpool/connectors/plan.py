@@ -25,6 +25,8 @@ class Save(Struct, frozen=True):
     space: KeySpace
     keys: tuple[BlockKey, ...]
     blocks: tuple[int, ...]
+    fresh: int
+    """So many of them, the last ones, this step completes."""
 
 
 class StepPlan(Struct, frozen=True):

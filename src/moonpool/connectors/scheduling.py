@@ -169,8 +169,9 @@ class SchedulerHalf:
         whole = min(tokens // known.space.block_tokens, len(known.blocks or ()))
         if not self._does_save or whole <= known.stored or known.blocks is None:
             return None
-        known.stored = whole
-        return Save(RequestId(name), self._step, known.space, known.chain(whole), tuple(known.blocks[:whole]))
+        fresh, known.stored = whole - known.stored, whole
+        keys, places = known.chain(whole), tuple(known.blocks[:whole])
+        return Save(RequestId(name), self._step, known.space, keys, places, fresh)
 
 
 def _is_told_by_tokens(request: VllmRequest) -> bool:

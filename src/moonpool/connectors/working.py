@@ -73,7 +73,7 @@ class WorkerHalf:
             return
         client = self._link.client
         if self.pages is None or client is None or (self._last is not None and not self._last.done()):
-            self._counters.add("dropped_blocks", len(plan.saves))
+            self._counters.add("dropped_blocks", sum(save.fresh for save in plan.saves))
             return
         self._storing = _Storing(client, plan.saves)
         self._later(self._open, self._storing)
@@ -178,7 +178,7 @@ class WorkerHalf:
             try:
                 storing.rooms.append((save, self._room(storing.client, save, until)))
             except (PoolError, LateError) as e:
-                self._counters.add("dropped_blocks", len(save.keys))
+                self._counters.add("dropped_blocks", save.fresh)
                 self._counters.say("room", f"blocks are not stored: {e or 'the node does not answer in time'}")
 
     def _room(self, client: NodeClient, save: Save, until: float) -> Room:
