@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from moonpool.connectors.settings import check_policy, check_version, read_settings
+from moonpool.connectors.settings import check_policy, check_supported, check_version, read_settings
 from moonpool.errors import ConfigError
 
 
@@ -41,3 +44,39 @@ def test_a_policy_that_fails_requests_is_refused() -> None:
     check_policy("recompute")
     with pytest.raises(ConfigError, match='"kv_load_failure_policy": "recompute"'):
         check_policy("fail")
+
+
+class FullAttentionSpec:
+    """vLLM's kinds count by their names."""
+
+
+class SlidingWindowSpec(FullAttentionSpec):
+    pass
+
+
+def configured(**parallel: int) -> Any:
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "decode_context_parallel_size": 1} | parallel
+    return SimpleNamespace(parallel_config=SimpleNamespace(**sizes), speculative_config=None)
+
+
+def cached(*specs: object) -> Any:
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+
+
+def test_what_would_not_be_moved_right_is_refused() -> None:
+    whole = FullAttentionSpec()
+    check_supported(configured(), cached(whole))
+    check_supported(configured(), cached(SimpleNamespace(kv_cache_specs={"a": whole, "b": whole})))
+    drafting = configured()
+    drafting.speculative_config = object()
+    refused = [
+        (configured(pipeline_parallel_size=2), cached(whole), "pipeline_parallel_size 2"),
+        (configured(decode_context_parallel_size=2), cached(whole), "decode_context_parallel_size 2"),
+        (drafting, cached(whole), "speculative"),
+        (configured(), cached(whole, whole), "2 groups"),
+        (configured(), cached(SlidingWindowSpec()), "SlidingWindowSpec"),
+        (configured(), cached(SimpleNamespace(kv_cache_specs={"a": whole, "b": SlidingWindowSpec()})), "SlidingWindow"),
+    ]
+    for config, caches, what in refused:
+        with pytest.raises(ConfigError, match=what):
+            check_supported(config, caches)

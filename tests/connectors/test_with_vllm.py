@@ -29,6 +29,7 @@ from moonpool.core.blocks import hit_limit
 from moonpool.core.vocabulary import NodePeer
 from moonpool.store.client import NodeClient
 
+from ..soak import SOAK
 from ..store.kit import SECONDS, Conductor, eventually
 
 pytestmark = [
@@ -70,40 +71,40 @@ class Fleet:
         package.mkdir()
         for name in vllm_cpu.CONNECTOR_NEEDS:
             (package / name).symlink_to(vllm_cpu.connector_needs(peer) / name)
+        self._where = model, peer, folder
+        with ThreadPoolExecutor() as threads:
+            self.alone, self.one, self.other = threads.map(self.start, ("alone", "one", "other"))
+
+    def start(self, name: str, ranks: int = 1) -> Worker:
+        model, peer, folder = self._where
+        options: dict[str, Any] = {"tensor_parallel_size": ranks}
+        if name != "alone":
+            options["kv_transfer_config"] = transfer(self.node)
         environment = {
             **vllm_cpu.environment(peer, 1),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
         }
-
-        def start(name: str, options: dict[str, Any]) -> Worker:
-            arguments = [str(model), json.dumps(options)]
-            side = "moonpool.bench.connected_vllm"
+        if name == "other":
             # One has its engine in a process of its own, as servers do.
-            own = environment | ({"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} if name == "other" else {})
-            started = worker(name, folder, side, arguments, str(peer.python), own, START_SECONDS)
-            return self._stack.enter_context(started)
+            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        arguments = [str(model), json.dumps(options)]
+        side = "moonpool.bench.connected_vllm"
+        return self._stack.enter_context(
+            worker(name, folder, side, arguments, str(peer.python), environment, START_SECONDS)
+        )
 
-        transfer = {
-            "kv_connector": "MoonpoolConnector",
-            "kv_connector_module_path": "moonpool.connectors.vllm",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {
-                "node": self.node.socket_path,
-                # Patient, for a machine that does something else as well.
-                "lookup_seconds": 2.0,
-                "load_seconds": 10.0,
-                "save_seconds": 10.0,
-            },
-        }
-        with ThreadPoolExecutor() as threads:
-            alone, *joined = threads.map(
-                start,
-                ("alone", "one", "other"),
-                ({}, {"kv_transfer_config": transfer}, {"kv_transfer_config": transfer}),
-            )
-        self.alone, (self.one, self.other) = alone, joined
+
+def transfer(node: NodePeer) -> dict[str, Any]:
+    """`--kv-transfer-config`, patient: the machine may do something else as well."""
+    deadlines = {"lookup_seconds": 2.0, "load_seconds": 10.0, "save_seconds": 10.0}
+    return {
+        "kv_connector": "MoonpoolConnector",
+        "kv_connector_module_path": "moonpool.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"node": node.socket_path, **deadlines},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +206,8 @@ def test_a_node_that_stands_still_and_one_that_dies_cost_no_right_answer(fleet: 
     finally:
         os.kill(fleet.process.pid, signal.SIGCONT)
     assert distance(expected, still) < TOLERANCE
+    # It was said to have them, and could not give them.
+    assert still["counts"]["vllm:moonpool_failed_blocks"] == 3
     fleet.process.kill()
     fleet.process.wait(SECONDS)
     fleet.other.order("forget")
@@ -226,6 +229,21 @@ def test_a_node_that_stands_still_and_one_that_dies_cost_no_right_answer(fleet: 
     until = time.monotonic() + 60
     while not is_shared():
         assert time.monotonic() < until
+
+
+@pytest.mark.skipif(not SOAK, reason="three more processes: make test-vllm with MOONPOOL_SOAK=1")
+def test_ranks_fill_blocks_together(fleet: Fleet) -> None:
+    """SmolLM2's nine heads are divided among three."""
+    prompts = [prompt(300, "ranks")]
+    expected = generate(fleet.alone, prompts)
+    assert external(generate(fleet.one, prompts)) == 0
+    divided = fleet.start("divided", ranks=3)
+    cold = generate(divided, prompts)
+    divided.order("forget")
+    warm = generate(divided, prompts)
+    # Blocks of another shape than its own are none of its.
+    assert (external(cold), external(warm)) == (0, 2 * SIZE)
+    assert max(distance(expected, cold), distance(expected, warm)) < TOLERANCE
 
 
 def test_a_server_that_is_killed_leaves_nothing_behind(fleet: Fleet) -> None:

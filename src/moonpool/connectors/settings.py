@@ -12,6 +12,8 @@ from moonpool.errors import ConfigError
 
 SUPPORTED = ((0, 32),)
 """(major, minor) of the vLLM versions that the connector is tested with."""
+WHOLE = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+"""Kinds of KVCache whose blocks stay as long as their request."""
 
 Seconds = Annotated[float, Meta(gt=0, le=600)]
 
@@ -69,3 +71,27 @@ def check_policy(policy: str) -> None:
             f"kv_load_failure_policy is {policy!r}: vLLM would fail a request whose blocks leave the pool just "
             'before they are loaded; put "kv_load_failure_policy": "recompute" into --kv-transfer-config'
         )
+
+
+def check_supported(config: Any, caches: Any) -> None:
+    """`config`: vLLM's VllmConfig; `caches`: its KVCacheConfig. Raises ConfigError for what it cannot move right."""
+    parallel = config.parallel_config
+    for what in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, what, 1) > 1:
+            raise ConfigError(f"{what} {getattr(parallel, what)} is not supported yet: use tensor parallelism")
+    if config.speculative_config is not None:
+        raise ConfigError("speculative decoding is not supported yet: the draft model's blocks would be shared too")
+    specs = [spec for group in caches.kv_cache_groups for spec in layer_specs(group.kv_cache_spec)]
+    kinds = sorted({type(spec).__name__ for spec in specs})
+    # Others drop blocks of a request that goes on: what is known of its blocks by then is wrong.
+    if len(caches.kv_cache_groups) != 1 or not WHOLE.issuperset(kinds):
+        raise ConfigError(
+            f"models whose KVCache is {', '.join(kinds)} in {len(caches.kv_cache_groups)} groups are not supported "
+            "yet: only those that attend to all of a prompt in every layer"
+        )
+
+
+def layer_specs(spec: Any) -> list[Any]:
+    """vLLM's KVCacheSpec of each layer of a group, or one for all."""
+    inner = getattr(spec, "kv_cache_specs", None)
+    return [spec] if inner is None else list(inner.values())

@@ -35,9 +35,15 @@ from moonpool.connectors.lookup import Lookup
 from moonpool.connectors.pages import Pages
 from moonpool.connectors.plan import StepPlan
 from moonpool.connectors.scheduling import SchedulerHalf
-from moonpool.connectors.settings import ConnectorSettings, check_policy, check_version, read_settings
+from moonpool.connectors.settings import (
+    ConnectorSettings,
+    check_policy,
+    check_supported,
+    check_version,
+    layer_specs,
+    read_settings,
+)
 from moonpool.connectors.working import WorkerHalf
-from moonpool.errors import ConfigError
 
 
 @dataclass
@@ -109,7 +115,7 @@ class MoonpoolConnector(KVConnectorBase_V1):
         settings = read_settings(transfer.kv_connector_extra_config)
         check_version(vllm.__version__, settings.allow_untested_vllm)
         check_policy(transfer.kv_load_failure_policy)
-        _check_parallel(vllm_config, kv_cache_config)
+        check_supported(vllm_config, kv_cache_config)
         name = settings.name or f"vllm-{transfer.engine_id}"
         self._settings = msgspec.structs.replace(settings, name=name)
         self._counters = Counters()
@@ -261,23 +267,10 @@ class MoonpoolConnector(KVConnectorBase_V1):
             self._counters.say("fault", "the connector failed; vLLM goes on without", is_fault=True)
 
 
-def _check_parallel(config: VllmConfig, caches: Any) -> None:
-    """Raises ConfigError for what would not be told apart, or is not moved right."""
-    parallel = config.parallel_config
-    for what in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, what, 1) > 1:
-            raise ConfigError(f"{what} {getattr(parallel, what)} is not supported yet: use tensor parallelism")
-    if config.speculative_config is not None:
-        raise ConfigError("speculative decoding is not supported yet: the draft model's blocks would be shared too")
-    if len(caches.kv_cache_groups) != 1:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in caches.kv_cache_groups)
-        raise ConfigError(f"models with several kinds of KVCache ({kinds}) are not supported yet")
-
-
 def _model(config: VllmConfig, caches: Any, settings: ConnectorSettings) -> Model:
     """Raises ConfigError."""
     model, spec = config.model_config, caches.kv_cache_groups[0].kv_cache_spec
-    spec = getattr(spec, "first_spec", spec)
+    spec = layer_specs(spec)[0]
 
     def in_cache(name: str) -> str:
         from huggingface_hub import snapshot_download
