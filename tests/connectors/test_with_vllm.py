@@ -231,21 +231,6 @@ def test_a_node_that_stands_still_and_one_that_dies_cost_no_right_answer(fleet: 
         assert time.monotonic() < until
 
 
-@pytest.mark.skipif(not SOAK, reason="three more processes: make test-vllm with MOONPOOL_SOAK=1")
-def test_ranks_fill_blocks_together(fleet: Fleet) -> None:
-    """SmolLM2's nine heads are divided among three."""
-    prompts = [prompt(300, "ranks")]
-    expected = generate(fleet.alone, prompts)
-    assert external(generate(fleet.one, prompts)) == 0
-    divided = fleet.start("divided", ranks=3)
-    cold = generate(divided, prompts)
-    divided.order("forget")
-    warm = generate(divided, prompts)
-    # Blocks of another shape than its own are none of its.
-    assert (external(cold), external(warm)) == (0, 2 * SIZE)
-    assert max(distance(expected, cold), distance(expected, warm)) < TOLERANCE
-
-
 def test_a_server_that_is_killed_leaves_nothing_behind(fleet: Fleet) -> None:
     prompts = [prompt(1500, "killed")]
     expected = generate(fleet.alone, prompts)
@@ -257,3 +242,18 @@ def test_a_server_that_is_killed_leaves_nothing_behind(fleet: Fleet) -> None:
         assert client.stats().result(SECONDS)["leases"] == 0
         client.audit().result(SECONDS)
     assert distance(expected, generate(fleet.other, prompts)) < TOLERANCE
+
+
+@pytest.mark.skipif(not SOAK, reason="three more processes: make test-vllm with MOONPOOL_SOAK=1")
+def test_ranks_fill_blocks_together(fleet: Fleet) -> None:
+    """SmolLM2's nine heads are divided among three."""
+    prompts = [prompt(300, "ranks")]
+    expected = generate(fleet.alone, prompts)
+    assert external(generate(fleet.other, prompts)) == 0
+    divided = fleet.start("divided", ranks=3)
+    cold = generate(divided, prompts)
+    divided.order("forget")
+    warm = generate(divided, prompts)
+    # Blocks of another shape than its own are none of its.
+    assert (external(cold), external(warm)) == (0, 2 * SIZE)
+    assert max(distance(expected, cold), distance(expected, warm)) < TOLERANCE
