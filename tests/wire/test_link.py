@@ -190,3 +190,17 @@ def test_a_gateway_is_gone_only_after_an_unbroken_absence() -> None:
     assert absences.over(set(), ABSENCE_SECONDS - 1) == [], "it came back"
     assert absences.over({gateway(1)}, ABSENCE_SECONDS + 1) == []
     assert absences.over({gateway(1), gateway(2)}, 2 * ABSENCE_SECONDS + 1) == [gateway(1)]
+
+
+def test_what_cannot_be_sent_is_not_delivered_and_ends_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        async with links(None, None) as (a, b):
+            endless = Reported(PartId("p"), Incarnation("i"), queued=1 << 70)
+            a.post(b.me, endless)
+            with pytest.raises(PeerUnavailableError, match="Reported for part-1 cannot be sent"):
+                await a.send(b.me, endless)
+            a.post(b.me, lost(1))
+            assert (await receive(b)).body == lost(1)
+
+    asyncio.run(run())
+    assert "Reported not delivered" in caplog.text

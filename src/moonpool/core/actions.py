@@ -8,6 +8,7 @@ from moonpool.core.directory import IndexHealth
 from moonpool.core.vocabulary import (
     BlockKey,
     Capacity,
+    Count,
     KeySpace,
     NodePeer,
     PartId,
@@ -15,6 +16,8 @@ from moonpool.core.vocabulary import (
     Peer,
     RejectReason,
     RequestId,
+    Seconds,
+    TimeLeft,
 )
 
 
@@ -22,37 +25,37 @@ class Fetch(Struct, frozen=True):
     """Copy the chain's blocks `first .. first + count` from another node before computing."""
 
     source: NodePeer
-    first: int
-    count: int
+    first: Count
+    count: Count
 
 
 class Place(Struct, frozen=True, tag=True):
     """To the gateway: prefill there, decode there. Room on the decode node is confirmed already."""
 
     request: RequestId
-    attempt: int
+    attempt: Count
     gateway: Peer
     space: KeySpace
     prefill: Peer
     prefill_node: NodePeer
     decode: Peer
     decode_node: NodePeer
-    hit_blocks: int
+    hit_blocks: Count
     """Leading blocks expected to be readable on the prefill node, after the fetch."""
     fetch: Fetch | None
-    lacking: tuple[int, ...]
+    lacking: tuple[Count, ...]
     """Whole blocks that must be sent to the decode node; the tail always is."""
     expected_ttft: float
-    time_left: float
+    time_left: TimeLeft
     priority: str = ""
     """The class it is in."""
     rank: int = 0
     """Of that class: the smaller, the sooner."""
-    ttft_left: float | None = None
+    ttft_left: TimeLeft | None = None
     """Seconds in which the first token must come; None: it has no such limit (any more)."""
     compute_seconds: float = 0.0
     """Predicted for prefill alone."""
-    tbt_limit: float | None = None
+    tbt_limit: Seconds | None = None
     """The decode instance refuses the request if it cannot keep this many seconds between tokens; None: it takes it."""
     awaits: tuple[RequestId, int] | None = None
     """An attempt before this one at the same prefill worker that computes some of the hit blocks: load once it is over.
@@ -67,7 +70,7 @@ class Reject(Struct, frozen=True, tag=True):
     """To the gateway: the request is over."""
 
     request: RequestId
-    attempt: int
+    attempt: Count
     gateway: Peer
     reason: RejectReason
     message: str
@@ -79,7 +82,7 @@ class Hold(Struct, frozen=True, tag=True):
     """To the gateway: queued at the Conductor; a `Place` or a `Reject` follows."""
 
     request: RequestId
-    attempt: int
+    attempt: Count
     gateway: Peer
     reason: str
 
@@ -88,7 +91,7 @@ class Resubmit(Struct, frozen=True, tag=True):
     """To the gateway: attempt `attempt` is over; send `RequestArrived` with attempt + 1 and all tokens so far."""
 
     request: RequestId
-    attempt: int
+    attempt: Count
     gateway: Peer
     reason: str
 
@@ -97,7 +100,7 @@ class ExpectEnd(Struct, frozen=True, tag=True):
     """To the gateway: the attempt's worker is done with it and has sent all tokens; what does not come is lost."""
 
     request: RequestId
-    attempt: int
+    attempt: Count
     gateway: Peer
 
 
@@ -105,7 +108,7 @@ class Cancel(Struct, frozen=True, tag=True):
     """To a worker: drop this request, attempts up to `attempt`. Gateways send it to their workers too."""
 
     request: RequestId
-    attempt: int
+    attempt: Count
     to: Peer
 
 
@@ -114,12 +117,12 @@ class ReserveRoom(Struct, frozen=True, tag=True):
 
     node: NodePeer
     request: RequestId
-    attempt: int
+    attempt: Count
     gateway: Peer
     space: KeySpace
     keys: tuple[BlockKey, ...]
-    tail_tokens: int
-    time_left: float
+    tail_tokens: Count
+    time_left: TimeLeft
 
 
 class ReleaseRoom(Struct, frozen=True, tag=True):
@@ -127,7 +130,7 @@ class ReleaseRoom(Struct, frozen=True, tag=True):
 
     node: NodePeer
     request: RequestId
-    attempt: int
+    attempt: Count
 
 
 class Replicate(Struct, frozen=True, tag=True):
@@ -137,7 +140,7 @@ class Replicate(Struct, frozen=True, tag=True):
     space: KeySpace
     keys: tuple[BlockKey, ...]
     source: NodePeer
-    time_left: float
+    time_left: TimeLeft
 
 
 class Demote(Struct, frozen=True, tag=True):
@@ -160,8 +163,8 @@ class ReplicasOrdered(Struct, frozen=True, tag=True):
     """The answer to `ReplicasWanted`."""
 
     to: Peer
-    serial: int
-    copies: tuple[int, ...]
+    serial: Count
+    copies: tuple[Count, ...]
     """Of each key: nodes that hold it, or will if they can. 0: it is nowhere."""
 
 
@@ -192,7 +195,7 @@ class FleetChanged(Struct, frozen=True, tag=True):
     parts: tuple[FleetPart, ...]
     nodes: tuple[NodePeer, ...]
     spaces: tuple[KeySpace, ...]
-    context_tokens: int
+    context_tokens: Count
     """The longest prompt + output that some prefill and some decode instance both take."""
 
 

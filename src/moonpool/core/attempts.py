@@ -232,7 +232,7 @@ class Attempts:
         self._out.append(order)
 
     def room_confirmed(self, event: ev.RoomConfirmed, now: float) -> None:
-        if self._fleet.find(event.node, event.incarnation) is None:
+        if not self._fleet.is_node(event.node, event.incarnation):
             return
         found = self._placed(event.request, event.attempt)
         if found is None or found[1].choice.decode.node != event.node:
@@ -300,7 +300,7 @@ class Attempts:
 
     def room_refused(self, event: ev.RoomRefused, now: float) -> None:
         found = self._placed(event.request, event.attempt)
-        if found is None or self._fleet.find(event.node, event.incarnation) is None:
+        if found is None or not self._fleet.is_node(event.node, event.incarnation):
             return
         request, placed = found
         if request.phase is Phase.ROOM and placed.choice.decode.node == event.node:

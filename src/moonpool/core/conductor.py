@@ -219,7 +219,7 @@ class Conductor:
     # Who holds which block
 
     def _announced(self, event: ev.BlocksStored | ev.BlocksRemoved | ev.Snapshot, now: float) -> None:
-        if self._fleet.find(event.node, event.incarnation) is None:
+        if not self._fleet.is_node(event.node, event.incarnation):
             return
         missing = False
         match event:

@@ -27,6 +27,7 @@ LEAST_SECONDS = 1e-6
 
 _Three = tuple[float, float, float]
 _Six = tuple[float, float, float, float, float, float]
+_NOTHING: _Six = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class PrefillCoefficients(Struct, frozen=True):
@@ -73,7 +74,7 @@ class Fit:
     initial: _Three
     observations: int = 0
     coefficients: tuple[float, ...] = field(init=False)
-    _information: _Six = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    _information: _Six = _NOTHING
     """Σ x·xᵀ of the weighted rows, without the prior: 00, 01, 02, 11, 12, 22."""
     _target: _Three = (0.0, 0.0, 0.0)
     """Σ x·y."""
@@ -106,7 +107,12 @@ class Fit:
         )
         t0, t1, t2 = self._target
         self._target = target = t0 * keep + p * t, t1 * keep + q * t, t2 * keep + r * t
-        scale = _least_nonnegative(information, target)
+        try:
+            scale = _least_nonnegative(information, target)
+        except ZeroDivisionError:
+            # Numbers so far apart that rounding leaves nothing of the rest are no measurements: it begins anew.
+            self._information, self._target, self.coefficients = _NOTHING, (0.0, 0.0, 0.0), initial
+            return
         self.coefficients = (
             initial[0] * min(scale[0], CLAMP),
             initial[1] * min(scale[1], CLAMP),

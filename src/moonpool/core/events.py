@@ -15,6 +15,7 @@ from moonpool.core.vocabulary import (
     BlockKey,
     Capacity,
     Chain,
+    Count,
     Incarnation,
     KeySpace,
     KeySpaceId,
@@ -22,8 +23,10 @@ from moonpool.core.vocabulary import (
     PartKind,
     Peer,
     RequestId,
+    Seconds,
     Slo,
     Tier,
+    TimeLeft,
 )
 
 
@@ -35,8 +38,8 @@ class Registered(Struct, frozen=True, tag=True):
     capacity: Capacity = Capacity()
     space: KeySpace | None = None
     """Workers only."""
-    first_layer: int = 0
-    last_layer: int = 0
+    first_layer: Count = 0
+    last_layer: Count = 0
     """Workers only: the half-open range of layers held. A prefill instance has the whole model, in all its stages."""
     node: PartId | None = None
     """Workers only: the node whose arena this worker maps."""
@@ -65,14 +68,14 @@ class Reported(Struct, frozen=True, tag=True):
 
     id: PartId
     incarnation: Incarnation
-    queued: int = 0
-    running: int = 0
-    pages_free: int = 0
-    context_tokens: int = 0
+    queued: Count = 0
+    running: Count = 0
+    pages_free: Count = 0
+    context_tokens: Count = 0
     """Tokens of KV held by the running batch."""
-    used_bytes: int = 0
+    used_bytes: Count = 0
     """Nodes: bytes of the arena in use."""
-    announced: int = 0
+    announced: Count = 0
     """Nodes: `seq` of the last announcement that was sent before this report."""
 
 
@@ -80,24 +83,24 @@ class RequestArrived(Struct, frozen=True, tag=True):
     """A request, or (attempt > 1) the same request with the tokens it has produced so far appended."""
 
     request: RequestId
-    attempt: int
+    attempt: Count
     gateway: Peer
     model: str
-    prompt_tokens: int
+    prompt_tokens: Count
     """Tokens to have KV for before the next token: prompt, then output so far."""
-    output_tokens: int
+    output_tokens: Count
     """How many of `prompt_tokens` are output of earlier attempts."""
-    max_output_tokens: int
+    max_output_tokens: Count
     """Most tokens still to produce."""
     chains: tuple[Chain, ...]
-    time_left: float
+    time_left: TimeLeft
     slo: Slo = Slo()
     """The request's own limits."""
     priority: str = ""
     """The class asked for, or an integer; empty: nothing is (`classes.py`)."""
     label: str = ""
     """The client's x-request-id, for logs."""
-    waited: float = 0.0
+    waited: Seconds = 0.0
     """Seconds since it came to the gateway, which has read and tokenized it: they count for its first token."""
 
 
@@ -107,7 +110,7 @@ class PlacedBefore(Struct, frozen=True, tag=True):
     arrived: RequestArrived
     """As the next attempt would arrive now, with the number of this one."""
     place: Place
-    tokens: int
+    tokens: Count
     """That this attempt has given its gateway."""
 
 
@@ -124,15 +127,15 @@ class RoomConfirmed(Struct, frozen=True, tag=True):
     node: PartId
     incarnation: Incarnation
     request: RequestId
-    attempt: int
-    lacking: tuple[int, ...]
+    attempt: Count
+    lacking: tuple[Count, ...]
 
 
 class RoomRefused(Struct, frozen=True, tag=True):
     node: PartId
     incarnation: Incarnation
     request: RequestId
-    attempt: int
+    attempt: Count
     reason: str
 
 
@@ -140,19 +143,19 @@ class PrefillDone(Struct, frozen=True, tag=True):
     """All prompt tokens are computed and the first token is out."""
 
     request: RequestId
-    attempt: int
+    attempt: Count
     instance: PartId
-    computed_tokens: int
-    cached_tokens: int
-    queue_seconds: float
-    compute_seconds: float
+    computed_tokens: Count
+    cached_tokens: Count
+    queue_seconds: Seconds
+    compute_seconds: Seconds
 
 
 class PrefillFailed(Struct, frozen=True, tag=True):
     """The attempt is over before a decode instance took it; the request may be placed again."""
 
     request: RequestId
-    attempt: int
+    attempt: Count
     instance: PartId
     reason: str
     late: bool = False
@@ -165,7 +168,7 @@ class DecodeJoined(Struct, frozen=True, tag=True):
     """All KV is in the decode instance's pages; the room on its node is closed."""
 
     request: RequestId
-    attempt: int
+    attempt: Count
     instance: PartId
 
 
@@ -173,7 +176,7 @@ class DecodeRefused(Struct, frozen=True, tag=True):
     """The decode instance re-checked load and room and will not take the request (or its KV did not come)."""
 
     request: RequestId
-    attempt: int
+    attempt: Count
     instance: PartId
     reason: str
     limit: bool = False
@@ -184,7 +187,7 @@ class Preempted(Struct, frozen=True, tag=True):
     """Pages ran out: the request left the batch, its whole blocks went to the node."""
 
     request: RequestId
-    attempt: int
+    attempt: Count
     instance: PartId
 
 
@@ -192,9 +195,9 @@ class Finished(Struct, frozen=True, tag=True):
     """The request is complete on its worker (which may be the prefill worker, after one token)."""
 
     request: RequestId
-    attempt: int
+    attempt: Count
     instance: PartId
-    output_tokens: int
+    output_tokens: Count
     reason: str
     """`stop` or `length`."""
 
@@ -203,9 +206,9 @@ class DecodeStepped(Struct, frozen=True, tag=True):
     """Measured decode steps, for the cost model; sent with every few heartbeats, not every step."""
 
     instance: PartId
-    batch: int
-    context_tokens: int
-    seconds: float
+    batch: Count
+    context_tokens: Count
+    seconds: Seconds
 
 
 class BlocksStored(Struct, frozen=True, tag=True):
@@ -213,7 +216,7 @@ class BlocksStored(Struct, frozen=True, tag=True):
 
     node: PartId
     incarnation: Incarnation
-    seq: int
+    seq: Count
     space: KeySpaceId
     tier: Tier
     keys: tuple[BlockKey, ...]
@@ -224,7 +227,7 @@ class BlocksStored(Struct, frozen=True, tag=True):
 class BlocksRemoved(Struct, frozen=True, tag=True):
     node: PartId
     incarnation: Incarnation
-    seq: int
+    seq: Count
     space: KeySpaceId
     tier: Tier
     keys: tuple[BlockKey, ...]
@@ -235,7 +238,7 @@ class Snapshot(Struct, frozen=True, tag=True):
 
     node: PartId
     incarnation: Incarnation
-    seq: int
+    seq: Count
     blocks: tuple[tuple[KeySpaceId, Tier, tuple[BlockKey, ...]], ...]
     more: bool = False
     """The others follow, as `BlocksStored`."""
@@ -246,12 +249,12 @@ class ReplicasWanted(Struct, frozen=True, tag=True):
 
     to: Peer
     """Who is answered (`ReplicasOrdered`)."""
-    serial: int
+    serial: Count
     space: KeySpace
     keys: tuple[BlockKey, ...]
     """At most 4096 (`replication.KEYS_A_QUESTION`)."""
-    copies: int
-    at_most: int | None = None
+    copies: Count
+    at_most: Count | None = None
     """Copies beyond so many are dropped, but never the last; None: none are."""
 
 

@@ -27,7 +27,7 @@ from moonpool.core.vocabulary import (
     RequestId,
 )
 
-_UNLIMITED = 1 << 62
+_UNLIMITED = 1 << 53
 EXPECTED_SECONDS = 60.0
 """A part that was there this recently is expected back; so is every part of a cluster that just started."""
 
@@ -420,6 +420,11 @@ class Fleet:
         part = self.parts.get(id_)
         return part if part is not None and part.peer.incarnation == incarnation else None
 
+    def is_node(self, id_: PartId, incarnation: Incarnation) -> bool:
+        """Whether this is a node that is there: what only nodes say counts from nobody else."""
+        part = self.find(id_, incarnation)
+        return part is not None and part.kind is PartKind.NODE
+
     def lends(self, node: PartId) -> bool:
         """Whether others may have copies of its blocks, and it copies of theirs, by order of the Conductor."""
         load = self.nodes.get(node)
@@ -503,7 +508,7 @@ class Fleet:
 def _takes(event: Registered) -> int:
     """Tokens; a capacity of 0 pages or context is unknown."""
     pages = event.capacity.pages * _space_of(event).block_tokens
-    return min(event.capacity.context_tokens or _UNLIMITED, pages or _UNLIMITED)
+    return min(event.capacity.context_tokens or _UNLIMITED, pages or _UNLIMITED, _UNLIMITED)
 
 
 def _longest(load: PrefillLoad | DecodeLoad) -> int:

@@ -39,7 +39,7 @@ from moonpool.core.chunks import pipeline_chunk
 from moonpool.core.cost import PrefillCoefficients, PrefillCost
 from moonpool.core.line import FOREVER, MARGIN, Line, Turn
 from moonpool.core.pages import PagePool, pages_for
-from moonpool.core.vocabulary import RequestId
+from moonpool.core.vocabulary import Count, RequestId
 
 
 class Ordered(Struct, frozen=True):
@@ -111,7 +111,7 @@ class Load(Struct, frozen=True):
 
 class Chunk(Struct, frozen=True):
     request: RequestId
-    attempt: int
+    attempt: Count
     start: int
     count: int
     last: bool

@@ -27,6 +27,15 @@ BLOCK_KEY_BYTES = 16
 MAX_ID_CHARS = 256
 
 
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]
+"""Of tokens, pages, bytes, attempts: what comes from elsewhere is held to it when it is decoded, so that sums of such
+counts can be sent on, and be computed with as floats."""
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+"""What is no number, or has no end, is refused when it is decoded."""
+TimeLeft = Annotated[float, Meta(ge=-1e9, le=1e9)]
+"""Seconds; below 0: the deadline has passed."""
+
+
 class PartKind(enum.Enum):
     GATEWAY = "gateway"
     NODE = "node"
@@ -98,8 +107,8 @@ class BlockMeta(Struct, frozen=True, array_like=True):
 class Slo(Struct, frozen=True):
     """Limits in seconds; None means no limit and no refusal because of it."""
 
-    ttft: float | None = None
-    tbt: float | None = None
+    ttft: Seconds | None = None
+    tbt: Seconds | None = None
 
 
 class PriorityClass(Struct, frozen=True, forbid_unknown_fields=True):
@@ -139,14 +148,14 @@ class NodePeer(Struct, frozen=True):
 class Capacity(Struct, frozen=True):
     """What a part can hold; a field that does not apply to its kind stays 0."""
 
-    pages: int = 0
+    pages: Count = 0
     """KV pages of the engine (page = block)."""
-    slots: int = 0
+    slots: Count = 0
     """Most requests in one batch (decode), most queued orders (prefill)."""
-    context_tokens: int = 0
+    context_tokens: Count = 0
     """Longest prompt + output that the engine takes."""
-    dram_bytes: int = 0
-    step_tokens: int = 0
+    dram_bytes: Count = 0
+    step_tokens: Count = 0
     """Most prompt tokens that a step computes beside decoding; 0: none (coupled)."""
 
 

@@ -18,10 +18,10 @@ import numpy as np
 import xxhash
 from msgspec import Meta, Struct
 
-from moonpool.core.vocabulary import BlockKey, KeySpaceId, RequestId
+from moonpool.core.vocabulary import BlockKey, KeySpaceId, RequestId, TimeLeft
 from moonpool.errors import TransferError
 from moonpool.messenger.neighbour import Neighbour
-from moonpool.messenger.questions import Checksums, GetBlocks, Given, PutBlocks, Question, Reply, TimeLeft
+from moonpool.messenger.questions import Checksums, GetBlocks, Given, PutBlocks, Question, Reply
 from moonpool.messenger.seal import seal, unseal
 from moonpool.messenger.transfer import TAIL, Bytes, Checksum, checksum
 from moonpool.wire.codec import decoded

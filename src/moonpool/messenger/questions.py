@@ -19,15 +19,12 @@ from moonpool.core.vocabulary import (
     KeySpace,
     KeySpaceId,
     PartId,
+    Seconds,
 )
 from moonpool.errors import PoolError
 
 _KEY = struct.Struct(f"{BLOCK_KEY_BYTES}s")
 _KEY_LENGTHS = {BLOCK_KEY_BYTES}
-
-Seconds = Annotated[float, Meta(ge=0, le=1e9)]
-TimeLeft = Annotated[float, Meta(ge=-1e9, le=1e9)]
-"""Below 0: the deadline has passed."""
 
 STRETCH_BYTES = 1 << 20
 

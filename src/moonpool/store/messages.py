@@ -12,9 +12,20 @@ from typing import Annotated, Final, Generic, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from moonpool.core.vocabulary import BlockKey, BlockMeta, Incarnation, KeySpace, KeySpaceId, NodePeer, PartId, RequestId
+from moonpool.core.vocabulary import (
+    BlockKey,
+    BlockMeta,
+    Incarnation,
+    KeySpace,
+    KeySpaceId,
+    NodePeer,
+    PartId,
+    RequestId,
+    Seconds,
+    TimeLeft,
+)
 from moonpool.errors import PoolError
-from moonpool.messenger.questions import Question, Reply, Seconds, TimeLeft
+from moonpool.messenger.questions import Question, Reply
 from moonpool.messenger.transfer import TAIL, Checksum
 from moonpool.wire.codec import decoded
 

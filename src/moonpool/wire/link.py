@@ -58,13 +58,15 @@ class Link:
 
     async def send(self, to: Peer, body: Message) -> None:
         """Hand a message to the peer's connection. Raises PeerUnavailableError, after SEND_SECONDS at the latest."""
-        await self._outbox(to.address).put(self._encode(to, body))
+        data = self._encode(to, body)
+        await self._outbox(to.address).put(data)
 
     def post(self, to: Peer, body: Message) -> None:
         """Send in the background; a peer that cannot be reached is logged: for messages whose loss is an answer."""
         name = type(body).__name__
         try:
-            self._outbox(to.address).put_later(self._encode(to, body), name)
+            data = self._encode(to, body)
+            self._outbox(to.address).put_later(data, name)
         except PeerUnavailableError as e:
             log.warning("%s not delivered: %s", name, e)
 
@@ -90,7 +92,11 @@ class Link:
         self._context.destroy(linger=0)
 
     def _encode(self, to: Peer, body: Message) -> bytes:
-        return codec.encode(Envelope(self.me, to.incarnation, body))
+        try:
+            return codec.encode(Envelope(self.me, to.incarnation, body))
+        except (OverflowError, ValueError, msgspec.MsgspecError) as e:
+            # What one peer said may be in what another is to hear: it must not end this process.
+            raise PeerUnavailableError(f"{type(body).__name__} for {to.id} cannot be sent: {e}") from None
 
     def _outbox(self, address: str) -> _Outbox:
         outbox = self._peers.get(address)

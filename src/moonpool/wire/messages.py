@@ -13,12 +13,15 @@ from moonpool.core.prefill import Chunk
 from moonpool.core.vocabulary import (
     BLOCK_KEY_BYTES,
     BlockKey,
+    Count,
     Incarnation,
     KeySpaceId,
     NodePeer,
     PartId,
     Peer,
     RequestId,
+    Seconds,
+    TimeLeft,
 )
 
 
@@ -48,18 +51,18 @@ class Work(Struct, frozen=True):
     """One attempt of a request, as the worker needs it. `tokens[prompt_tokens:]` are output so far."""
 
     request: RequestId
-    attempt: int
+    attempt: Count
     label: str
     """The client's x-request-id, for logs."""
     gateway: Peer
     tokens: tuple[int, ...]
-    prompt_tokens: int
+    prompt_tokens: Count
     sampling: Sampling
     keys: tuple[BlockKey, ...]
     """Of the whole blocks of `tokens` at the time of placement."""
     salt: str
     place: Place
-    time_left: float
+    time_left: TimeLeft
 
 
 class PrefillOrder(Struct, frozen=True, tag=True):
@@ -73,36 +76,36 @@ class HandOver(Struct, frozen=True, tag=True):
 
     work: Work
     prefill: Peer
-    cached_tokens: int
+    cached_tokens: Count
 
 
 class Abandon(Struct, frozen=True, tag=True):
     """Prefill worker to decode worker: this attempt's KV will not come."""
 
     request: RequestId
-    attempt: int
+    attempt: Count
 
 
 class Stop(Struct, frozen=True, tag=True):
     """Gateway to decode worker: a stop string was found; finish as if the model had stopped (keep the blocks)."""
 
     request: RequestId
-    attempt: int
+    attempt: Count
 
 
 class TokenOut(Struct, frozen=True, array_like=True):
     """One drawn token. `position` counts output tokens of the request from 0, over all attempts."""
 
     request: RequestId
-    attempt: int
-    position: int
+    attempt: Count
+    position: Count
     token: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     """(token id, log probability), best first."""
     finish: str | None = None
     """`stop` (end token; the token itself is not text) or `length`."""
-    cached_tokens: int | None = None
+    cached_tokens: Count | None = None
     """With the first token of an attempt: prompt tokens whose KV was not computed.
 
     External instances say it again with the final token, when their server has told them.
@@ -127,7 +130,7 @@ class Describe(Struct, frozen=True, tag=True):
     """Anyone in the cluster to the Conductor's process: what is the state?"""
 
     to: Peer
-    serial: int
+    serial: Count
     request: str = ""
     """Not of the cluster but of this request, or of those of this x-request-id."""
 
@@ -135,7 +138,7 @@ class Describe(Struct, frozen=True, tag=True):
 class Description(Struct, frozen=True, tag=True):
     """`state` is a JSON document (bytes), the body of GET /cluster, or a list of `wire.story.Story`."""
 
-    serial: int
+    serial: Count
     state: bytes
 
 
@@ -143,7 +146,7 @@ class Locate(Struct, frozen=True, tag=True):
     """Node to Conductor: who has these blocks, in any tier? `keys`: one behind the other."""
 
     to: Peer
-    serial: int
+    serial: Count
     space: KeySpaceId
     keys: bytes
 
@@ -155,7 +158,7 @@ class Locate(Struct, frozen=True, tag=True):
 class Located(Struct, frozen=True, tag=True):
     """The answer to `Locate`: one bitmask a key, of the places in `nodes`, each `width` bytes (little-endian)."""
 
-    serial: int
+    serial: Count
     nodes: tuple[NodePeer, ...]
     width: Annotated[int, Meta(ge=1, le=1 << 16)]
     masks: bytes
@@ -194,7 +197,7 @@ class IntakeAddress(Struct, frozen=True):
 class StageReady(Struct, frozen=True, tag=True):
     """A stage to the leader of its group, until it is answered: it is there, and free."""
 
-    stage: int
+    stage: Count
     intake: IntakeAddress
 
 
@@ -203,7 +206,7 @@ class JoinGroup(Struct, frozen=True, tag=True):
 
     group: Incarnation
     """The leader's incarnation."""
-    stages: int
+    stages: Count
     home: NodePeer
     """The leader's node: its pool has what the group computes, unless it is decoded elsewhere."""
     next: Peer | None
@@ -229,16 +232,16 @@ class StageWork(Struct, frozen=True, tag=True):
 
     group: Incarnation
     work: Work
-    pages: tuple[int, ...]
-    blocks: int
-    caching: tuple[int, ...]
+    pages: tuple[Count, ...]
+    blocks: Count
+    caching: tuple[Count, ...]
     """Indices of the blocks that the leader's node has room for in its pool, where the prompt is decoded elsewhere."""
 
 
 class StageLoaded(Struct, frozen=True, tag=True):
     group: Incarnation
     request: RequestId
-    attempt: int
+    attempt: Count
     problem: str = ""
 
 
@@ -247,14 +250,14 @@ class EndStageWork(Struct, frozen=True, tag=True):
 
     group: Incarnation
     request: RequestId
-    attempt: int
+    attempt: Count
 
 
 class StageWorkEnded(Struct, frozen=True, tag=True):
     group: Incarnation
     request: RequestId
-    attempt: int
-    bytes_stored: int
+    attempt: Count
+    bytes_stored: Count
     problem: str = ""
 
 
@@ -262,11 +265,11 @@ class PassOn(Struct, frozen=True, tag=True):
     """A stage to the next one: it has done its part of this step. Steps come in the order of their serials."""
 
     group: Incarnation
-    serial: int
+    serial: Count
     chunks: tuple[Chunk, ...]
-    nbytes: int
+    nbytes: Count
     """Of hidden states in the slot of this serial; 0: nobody wants the step any more, or it has failed."""
-    seconds: float
+    seconds: Seconds
     """Of the slowest stage so far."""
     failure: str = ""
 
@@ -275,7 +278,7 @@ class Taken(Struct, frozen=True, tag=True):
     """The answer to `PassOn`: its slot is free."""
 
     group: Incarnation
-    serial: int
+    serial: Count
 
 
 class Drawn(Struct, frozen=True, array_like=True):
@@ -292,10 +295,10 @@ class StepEnded(Struct, frozen=True, tag=True):
     """The last stage to the leader."""
 
     group: Incarnation
-    serial: int
+    serial: Count
     draws: tuple[Drawn | None, ...]
     """One a chunk."""
-    seconds: float
+    seconds: Seconds
     """Of the slowest stage."""
     failure: str = ""
 
