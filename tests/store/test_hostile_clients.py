@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import socket
 import struct
 from collections.abc import Callable
@@ -25,10 +24,6 @@ def framed(call: dict[str, object]) -> bytes:
     return struct.pack("<I", len(data)) + data
 
 
-def space(**changes: int) -> object:
-    return msgspec.to_builtins(msgspec.structs.replace(SPACE, **changes))
-
-
 NONSENSE = {
     "length beyond the limit": struct.pack("<I", (16 << 20) + 1) + b"x",
     "length of nothing": struct.pack("<I", 0),
@@ -37,15 +32,6 @@ NONSENSE = {
     "text that says it has four billion": struct.pack("<I", 5) + b"\xdb\xff\xff\xff\xff",
     "a field that no call has, deeply nested": struct.pack("<I", 100_004) + b"\x81\xa1z" + b"\x91" * 100_000 + b"\xc0",
     "a checksum below zero": framed({"type": "Complete", "room": 1, "runs": [[0, 0, 1]], "checksums": [-1]}),
-    "a key space without runs": framed(
-        {"type": "OpenEach", "serial": 1, "space": space(runs=0), "keys": bytes(16), "metas": []}
-    ),
-    "a key space of empty runs": framed(
-        {"type": "LeaseEach", "serial": 1, "space": space(run_bytes=0), "keys": b"", "time_left": 1.0, "waits": False}
-    ),
-    "time that is no number": framed(
-        {"type": "LeaseEach", "serial": 1, "space": space(), "keys": b"", "time_left": math.nan, "waits": False}
-    ),
     "half a frame": struct.pack("<I", 100) + b"abc",
     "half a length": b"\x05\x00",
 }

@@ -12,6 +12,8 @@ from typing import Annotated, NewType
 
 from msgspec import Meta, Struct
 
+from moonpool.errors import PoolError
+
 RequestId = NewType("RequestId", str)
 """Unique in the cluster's life: the gateway's incarnation and a counter."""
 PartId = NewType("PartId", str)
@@ -96,8 +98,11 @@ class BlockMeta(Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, parent: BlockKey | None = None, index: int = 0, tokens: Sequence[int] = ()) -> BlockMeta:
-        """Raises struct.error for a token id outside u32."""
-        return cls(parent, index, struct.pack(f"<{len(tokens)}I", *tokens))
+        """Raises PoolError for what are no token ids, each a u32."""
+        try:
+            return cls(parent, index, struct.pack(f"<{len(tokens)}I", *tokens))
+        except (struct.error, TypeError) as e:
+            raise PoolError(f"a block's tokens are whole numbers from 0 to {2**32 - 1}: {e}") from None
 
     @property
     def token_ids(self) -> tuple[int, ...]:

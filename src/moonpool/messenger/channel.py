@@ -25,6 +25,7 @@ from moonpool.messenger.questions import Checksums, GetBlocks, Given, PutBlocks,
 from moonpool.messenger.seal import seal, unseal
 from moonpool.messenger.transfer import TAIL, Bytes, Checksum, checksum
 from moonpool.wire.codec import decoded
+from moonpool.wire.security import data_key
 
 MAX_HEADER_BYTES = 16 << 20
 PIECE_BYTES = 4 << 20
@@ -97,12 +98,28 @@ class Blocks(Struct, frozen=True, tag=True):
     several parts."""
 
 
+class _Tagged(Struct, frozen=True):
+    """What can be read of a header with mistakes."""
+
+    type: str
+
+
+class UnreadableError(TransferError):
+    """A frame that arrived as it was sent, but is no header."""
+
+    def __init__(self, reason: str, kind: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
+        """What it says it is; empty where it says nothing."""
+
+
 Part = Bytes | bytes | memoryview
 """Something to be sent."""
 Header = Write | Read | Done | Blocks | Question | Reply | GetBlocks | Given | PutBlocks | Checksums
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final = msgspec.msgpack.Decoder(Header)
+_tagged: Final = msgspec.msgpack.Decoder(_Tagged)
 
 
 class Channel:
@@ -300,10 +317,16 @@ class Channel:
 
 
 def _unframed(data: bytearray | memoryview) -> Header:
+    header = unseal(data)
     try:
-        return decoded(_decoder, unseal(data))
+        return decoded(_decoder, header)
     except msgspec.MsgspecError as e:
-        raise TransferError(f"unreadable frame of {len(data)} bytes: {e}") from None
+        reason = f"unreadable frame of {len(data)} bytes: {e}"
+    try:
+        kind = decoded(_tagged, header).type
+    except msgspec.MsgspecError:
+        kind = ""
+    raise UnreadableError(reason, kind)
 
 
 def framed(header: Header) -> bytes:
@@ -339,10 +362,17 @@ def greet(channel: Channel, key: bytes, until: float) -> None:
     channel.receive_into(answer, until)
     theirs, proof = answer[:_NONCE_BYTES].tobytes(), answer[_NONCE_BYTES:].tobytes()
     if not hmac.compare_digest(proof, _proof(key, b"server", mine, theirs)):
-        raise TransferError("data handshake refused: the other side has another cluster token")
+        raise TransferError(f"data handshake refused: the other side has {_whose(key, proof, mine, theirs)}")
     channel.send(_proof(key, b"client", mine, theirs), until)
     welcome = np.empty(1, np.uint8)
     channel.receive_into(welcome, until)
+
+
+def _whose(key: bytes, proof: bytes, mine: bytes, theirs: bytes) -> str:
+    """What token the other side has, as far as can be told."""
+    if hmac.compare_digest(proof, _proof(data_key(None), b"server", mine, theirs)):
+        return "no cluster token, this one has: connect without a token"
+    return "a cluster token, this one has none: give it" if key == data_key(None) else "another cluster token"
 
 
 def admit(channel: Channel, key: bytes) -> None:

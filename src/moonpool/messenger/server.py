@@ -7,11 +7,23 @@ import socket
 import threading
 import time
 from collections import Counter
+from typing import get_args
 
 from moonpool.errors import ConfigError, PoolError, TransferError
 from moonpool.messenger import giving
-from moonpool.messenger.channel import SPIN_SECONDS, Arriving, Blocks, Channel, Done, Header, Read, Write, admit
-from moonpool.messenger.questions import GetBlocks, PutBlocks, Question
+from moonpool.messenger.channel import (
+    SPIN_SECONDS,
+    Arriving,
+    Blocks,
+    Channel,
+    Done,
+    Header,
+    Read,
+    UnreadableError,
+    Write,
+    admit,
+)
+from moonpool.messenger.questions import GetBlocks, PutBlocks, Question, Refused
 from moonpool.messenger.transfer import Landing, Store
 from moonpool.wire.security import check_token, data_key
 
@@ -28,6 +40,8 @@ BUSY_SECONDS = 300e-6
 """Who has asked again this soon probably does so once more: that is worth looking for before sleeping."""
 LONGEST_SECONDS = 3600.0
 CLOSE_SECONDS = 5.0
+_FOLLOWED_BY_NOTHING = frozenset(kind.__name__ for kind in (GetBlocks, *get_args(Question)))
+"""So that one which cannot be read is refused, and the next can be."""
 
 
 class TcpServer:
@@ -151,9 +165,15 @@ class TcpServer:
         """Seconds for which nothing was asked."""
         idle_since = time.monotonic()
         try:
-            header = channel.receive_header(idle_since + IDLE_SECONDS, FRAME_SECONDS, SPIN_SECONDS if is_busy else 0.0)
+            header: Header | UnreadableError = channel.receive_header(
+                idle_since + IDLE_SECONDS, FRAME_SECONDS, SPIN_SECONDS if is_busy else 0.0
+            )
         except TimeoutError:
             raise TransferError("silent too long") from None
+        except UnreadableError as e:
+            if e.kind not in _FOLLOWED_BY_NOTHING:
+                raise
+            header = e
         idle = time.monotonic() - idle_since
         with self._lock:
             self._resting.pop(channel, None)
@@ -161,8 +181,11 @@ class TcpServer:
         self._rest(channel)
         return idle
 
-    def _do(self, channel: Channel, header: Header) -> None:
+    def _do(self, channel: Channel, header: Header | UnreadableError) -> None:
         match header:
+            case UnreadableError():
+                log.warning("a %s refused: %s", header.kind, header)
+                channel.send_header(Refused(str(header)), time.monotonic() + giving.ANSWER_SECONDS)
             case Write():
                 self._receive(channel, header)
             case Read():

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import ParamSpec, Self, TypeVar
 
 from moonpool.core.vocabulary import BlockKey, BlockMeta, KeySpace, PartId
+from moonpool.errors import PoolError
 from moonpool.store.api import TIMEOUT_SECONDS, Blocks, Client, Space
 from moonpool.store.buffers import Buffer
+from moonpool.store.forks import Maker
 from moonpool.store.home import Layers
 
 T = TypeVar("T")
@@ -42,6 +44,7 @@ class AsyncClient:
         """Use `connect`."""
         self._client = client
         self._threads = threads
+        self._maker = Maker()
 
     @property
     def node(self) -> PartId:
@@ -53,13 +56,17 @@ class AsyncClient:
     ) -> AsyncSpace:
         """See `Client.space`."""
         space = self._client.space(name, block_bytes=block_bytes, layers=layers, block_tokens=block_tokens)
-        return AsyncSpace(space, self._threads)
+        return AsyncSpace(space, self._threads, self._maker)
 
     async def stats(self) -> dict[str, float]:
+        self._maker.check()
         return await _whole(self._threads.submit(self._client.stats))
 
     async def close(self) -> None:
         """Leases of this client end: no view of it may be used any more."""
+        if self._maker.is_other:
+            # Its threads are in the process that made it.
+            return
         await _whole(self._threads.submit(self._client.close))
         self._threads.shutdown(wait=False)
 
@@ -77,9 +84,11 @@ class AsyncSpace:
     again whenever a call is over.
     """
 
-    def __init__(self, space: Space, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, space: Space, threads: ThreadPoolExecutor, maker: Maker) -> None:
+        """Get one from `AsyncClient.space`."""
         self._space = space
         self._threads = threads
+        self._maker = maker
         self.key_space = space.key_space
         self.block_bytes = space.block_bytes
         self.layer_bytes = space.layer_bytes
@@ -106,6 +115,7 @@ class AsyncSpace:
         self, keys: Sequence[BlockKey], layers: Layers | None = None, wait_until: float | None = None
     ) -> AsyncIterator[Blocks]:
         """`async with space.get(keys) as blocks:`"""
+        self._maker.check()
         getting = self._threads.submit(self._space.get, keys, layers, wait_until)
         with await _cancellable(getting, Blocks.close) as blocks:
             yield blocks
@@ -150,6 +160,7 @@ class AsyncSpace:
         return await self._run(self._space.remove, keys)
 
     async def _run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        self._maker.check()
         return await _whole(self._threads.submit(call, *args, **kwargs))
 
 
@@ -174,4 +185,5 @@ async def _cancellable(future: Future[T], dispose: Callable[[T], None]) -> T:
 
 def _dispose(dispose: Callable[[T], None], late: Future[T]) -> None:
     if not late.cancelled() and late.exception() is None:
-        dispose(late.result())
+        with contextlib.suppress(PoolError):
+            dispose(late.result())

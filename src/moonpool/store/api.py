@@ -15,13 +15,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Self, TypeVar, overload
 
 import msgspec
 
-from moonpool.core.blocks import block_keys
 from moonpool.core.vocabulary import BLOCK_KEY_BYTES, BlockKey, BlockMeta, KeySpace, KeySpaceId, PartId
 from moonpool.errors import PoolError
 from moonpool.messenger.questions import (
@@ -44,6 +43,7 @@ from moonpool.messenger.questions import (
     packed,
 )
 from moonpool.messenger.transfer import Bytes
+from moonpool.store import checks
 from moonpool.store.buffers import Buffer, as_pieces
 from moonpool.store.extents import page_aligned
 from moonpool.store.far import FarHome
@@ -54,6 +54,7 @@ from moonpool.store.rooms import MAX_META_TOKENS
 T = TypeVar("T")
 
 TIMEOUT_SECONDS = 30.0
+MOST_REPLICAS = 1 << 20
 KEYS_A_CALL = 1024
 """More are put or copied in parts: a node's books are locked for some ten microseconds a block."""
 KEYS_A_QUESTION = 8192
@@ -65,8 +66,12 @@ _ID_DIGITS = 32
 def key_of(*parts: str | bytes) -> BlockKey:
     """A key for whatever these name together: 16 bytes of SHA-256. For prompts take `Space.keys_of`."""
     state = hashlib.sha256()
+    if not parts:
+        raise PoolError("a key is made of at least one text, or bytes")
     for part in parts:
-        data = part.encode() if isinstance(part, str) else part
+        if not isinstance(part, str | bytes | bytearray | memoryview):
+            raise PoolError(f"a key is made of texts and bytes, not of {part!r}: give str({part!r})")
+        data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
         state.update(len(data).to_bytes(8, "little"))
         state.update(data)
     return BlockKey(state.digest()[:BLOCK_KEY_BYTES])
@@ -87,14 +92,11 @@ class Client:
         `token`: the cluster's, for `host:port`. `name` is for the node's log. `timeout`: the most that any call takes,
         in seconds, beyond what `wait_until` allows.
         """
-        if not isinstance(address, str | Path):
-            raise PoolError(f"a node's address is the path of its socket, or host:port, not {address!r}")
-        if isinstance(address, str) and "/" not in address:
-            if ":" in address:
-                return cls(FarHome(address, token, name, timeout), timeout)
-            if not Path(address).exists() and not address.endswith(".sock"):
-                raise PoolError(f"{address!r}: give the path of a node's socket, or host:port; is the port missing?")
-        return cls(NearHome(address, name, timeout), timeout)
+        where, is_far = checks.address_of(address)
+        if token is not None and not isinstance(token, str):
+            raise PoolError(f"a cluster token is a text, not a {type(token).__name__}")
+        name, timeout = checks.text(name, "a client's name"), checks.timeout(timeout)
+        return cls(FarHome(str(where), token, name, timeout) if is_far else NearHome(where, name, timeout), timeout)
 
     def __init__(self, home: Home, timeout: float) -> None:
         """Use `connect`."""
@@ -114,6 +116,11 @@ class Client:
         """
         if isinstance(name, KeySpace):
             return Space(self._home, _checked(name, name.id), self._timeout)
+        checks.text(name, "a key space's name")
+        block_bytes, layers, block_tokens = (
+            checks.whole(number, f"key space {name}: {what}")
+            for number, what in ((block_bytes, "block_bytes"), (layers, "layers"), (block_tokens, "block_tokens"))
+        )
         if block_bytes < 1 or layers < 1 or block_bytes % layers:
             raise PoolError(
                 f"key space {name}: {block_bytes} bytes are no {layers} layers of equal size: see block_bytes"
@@ -167,15 +174,20 @@ class Blocks(Sequence[Bytes | None]):
         return sum(view is not None for view in self._views)
 
     def close(self) -> None:
-        """Closing twice, or after the node is gone, does nothing."""
-        for part in self._held:
-            part.close()
+        """Closing twice does nothing. Raises PoolError where the node was lost since `get`, on its host: other blocks
+        may have come into the memory of these views before their end.
+        """
+        with contextlib.ExitStack() as closing:
+            for part in self._held:
+                closing.callback(part.close)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # What went wrong in the block is said rather than this.
+        with contextlib.nullcontext() if kind is None else contextlib.suppress(PoolError):
+            self.close()
 
 
 class Space:
@@ -196,7 +208,7 @@ class Space:
 
     def keys_of(self, tokens: Sequence[int], salt: str = "") -> tuple[BlockKey, ...]:
         """Of the whole blocks of a prompt: equal keys mean equal prefixes (and an equal salt)."""
-        return block_keys(tokens, self.key_space, salt)
+        return checks.prompt_keys(tokens, self.key_space, salt)
 
     # Writing
 
@@ -205,7 +217,7 @@ class Space:
         return self.put_from(key, [data], meta)
 
     def put_many(self, keys: Sequence[BlockKey], data: Sequence[Buffer], metas: Sequence[BlockMeta] = ()) -> list[bool]:
-        return self.put_from_many(keys, [[buffer] for buffer in data], metas)
+        return self.put_from_many(keys, [[buffer] for buffer in _each(data, "data")], metas)
 
     def put_from(self, key: BlockKey, pieces: Sequence[Buffer], meta: BlockMeta | None = None) -> bool:
         """A block from several buffers, one a layer for example: one behind the other they are its bytes."""
@@ -214,10 +226,10 @@ class Space:
     def put_from_many(
         self, keys: Sequence[BlockKey], pieces: Sequence[Sequence[Buffer]], metas: Sequence[BlockMeta] = ()
     ) -> list[bool]:
+        keys = checks.listed(keys)
+        pieces = _each(pieces, "pieces")
         _check_length(keys, pieces, "lists of buffers")
-        if metas:
-            _check_length(keys, metas, "metas")
-        packed(keys)
+        metas = checks.metas_of(self.key_space, keys, metas)
         nbytes = self.block_bytes
         sources = [as_pieces(buffers, nbytes) for buffers in pieces]
         if len(set(keys)) < len(keys):
@@ -248,8 +260,8 @@ class Space:
         `layers`: (first, count), only these. `wait_until`: a time of time.monotonic() until which blocks that somebody
         is writing now are waited for; one whose writer gives up is a miss at once.
         """
-        chosen = self._layers(layers)
-        packed(keys)
+        keys = checks.listed(keys)
+        chosen = checks.layers_of(self.key_space, layers)
         # Where they are held and not copied, parts of them would be no easier to have.
         parts = self._parts(len(keys)) if self._home.copies else _slices(len(keys), KEYS_A_QUESTION)
         with contextlib.ExitStack() as holding:
@@ -279,9 +291,10 @@ class Space:
         layers: Layers | None = None,
         wait_until: float | None = None,
     ) -> list[bool]:
+        keys = checks.listed(keys)
+        pieces = _each(pieces, "pieces")
         _check_length(keys, pieces, "lists of buffers")
-        chosen = self._layers(layers)
-        packed(keys)
+        chosen = checks.layers_of(self.key_space, layers)
         nbytes = chosen[1] * self.layer_bytes
         targets = [as_pieces(buffers, nbytes, writable=True) for buffers in pieces]
         return self._in_parts(
@@ -299,6 +312,7 @@ class Space:
     def metas(self, keys: Sequence[BlockKey]) -> list[BlockMeta | None]:
         """What was given with those blocks that are on the home node."""
         found: list[BlockMeta | None] = []
+        keys = checks.listed(keys)
         for part in self._parts(len(keys)):
             described = self._home.ask(DescribeBlocks(self.key_space.id, packed(keys[part])))
             assert isinstance(described, Described)
@@ -312,9 +326,11 @@ class Space:
 
         False for those that are not in the pool. Pinning again prolongs. PoolError beyond a quarter of the arena.
         """
+        ttl = checks.seconds(ttl, "a pin's ttl")
         if not 0 < ttl <= 1e9:
             raise PoolError(f"a pin ends after its time, which is not {ttl} seconds")
         # All in one question: none of them is pinned where that is refused.
+        keys = checks.listed(keys)
         return _yes(self._ask_marks(Pin(self.key_space, packed(keys), ttl)))
 
     def unpin(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -326,8 +342,9 @@ class Space:
 
         It returns when the copies are ordered. PoolError where the Conductor, which orders them, does not answer.
         """
-        if n < 0:
-            raise PoolError(f"a block is on 0 or more nodes, not on {n}")
+        n = checks.whole(n, "a number of nodes")
+        if not 0 <= n <= MOST_REPLICAS:
+            raise PoolError(f"a block is on 0 to {MOST_REPLICAS} nodes, not on {n}")
         answer = self._home.ask(CountHolders(self.key_space, packed([key]), n))
         assert isinstance(answer, Numbers)
         return answer.numbers[0]
@@ -337,6 +354,7 @@ class Space:
 
         Raises PoolError that names those which somebody reads or has pinned; the others are gone all the same.
         """
+        keys = checks.listed(keys)
         marks = self._marks(keys, lambda some: Remove(self.key_space.id, some))
         why = {LEASED: "read by somebody", PINNED: "pinned", BUSY: "on its way to or from an SSD"}
         kept = [f"{key.hex()} ({why[mark]})" for key, mark in zip(keys, marks, strict=True) if mark in why]
@@ -347,7 +365,7 @@ class Space:
 
     def _marks(self, keys: Sequence[BlockKey], question: Callable[[bytes], Question]) -> bytes:
         """`question`: of packed keys."""
-        packed(keys)
+        keys = checks.listed(keys)
         return b"".join(self._ask_marks(question(packed(keys[part]))) for part in _slices(len(keys), KEYS_A_QUESTION))
 
     def _ask_marks(self, question: Question) -> bytes:
@@ -355,17 +373,10 @@ class Space:
         assert isinstance(answer, Marks)
         return answer.marks
 
-    def _layers(self, layers: Layers | None) -> Layers:
-        count = self.key_space.runs
-        first, chosen = (0, count) if layers is None else layers
-        if first < 0 or chosen < 1 or first + chosen > count:
-            raise PoolError(f"layers ({first}, {chosen}): a block of this space has {count}; give (first, count)")
-        return first, chosen
-
     def _wait(self, wait_until: float | None) -> Wait:
         if wait_until is None:
             return Wait(self._timeout, False)
-        return Wait(max(0.0, wait_until - time.monotonic()), True)
+        return Wait(checks.seconds_until(wait_until, time.monotonic()), True)
 
     def _parts(self, count: int) -> list[slice]:
         """Of so many blocks, whose places in the arena and descriptions a node should not be asked for all at once."""
@@ -387,12 +398,19 @@ def _checked(space: KeySpace, name: str) -> KeySpace:
     """Raises PoolError for what no node would take."""
     try:
         return msgspec.convert(msgspec.to_builtins(space), KeySpace)
-    except msgspec.ValidationError as e:
+    except (msgspec.ValidationError, TypeError) as e:
         raise PoolError(f"key space {name}: {e}") from None
 
 
 def _yes(marks: bytes) -> list[bool]:
     return [mark == YES for mark in marks]
+
+
+def _each(things: Sequence[T] | Iterable[T], what: str) -> Sequence[T]:
+    """One a key. Raises PoolError for one that would pass for many."""
+    if isinstance(things, str | bytes | bytearray | memoryview) or not isinstance(things, Iterable):
+        raise PoolError(f"{what}: give a list, one a key, not a {type(things).__name__}")
+    return things if isinstance(things, list | tuple) else list(things)
 
 
 def _check_length(keys: Sequence[BlockKey], others: Sequence[object], what: str) -> None:

@@ -37,7 +37,7 @@ class Arena:
         self.huge_bytes = 0
         """In huge pages; of transparent ones what the kernel had at the start."""
         if nbytes < PAGE_BYTES:
-            raise ConfigError(f"an arena of {nbytes} bytes is too small: at least {PAGE_BYTES} (--dram)")
+            raise ConfigError(f"an arena of {nbytes} bytes is too small: at least {PAGE_BYTES} (--dram-per-node)")
         if not self._take_huge(nbytes):
             self._take(nbytes)
         self.board = Board(self.size)
@@ -63,12 +63,14 @@ class Arena:
         if size > available:
             raise ConfigError(
                 f"an arena of {size / 2**20:.0f} MiB does not fit: {available / 2**20:.0f} MiB of memory are free; "
-                "give the node less (--dram) or stop other programs"
+                "give the node less (--dram-per-node) or stop other programs"
             )
         try:
             self._map(size, 0)
         except OSError as e:
-            raise ConfigError(f"no shared memory for an arena of {size / 2**20:.0f} MiB: {e.strerror} (--dram)") from e
+            raise ConfigError(
+                f"no shared memory for an arena of {size / 2**20:.0f} MiB: {e.strerror} (--dram-per-node)"
+            ) from e
         if may_be_huge():
             self.huge_bytes = _huge_bytes(os.fstat(self.fd).st_ino)
             self.pages = f"transparent huge pages ({self.huge_bytes >> 20} of {size >> 20} MiB)"
@@ -103,13 +105,13 @@ class Arena:
         self.memory = np.empty(0, np.uint8)
 
 
-def map_arena(fd: int, size: int) -> Bytes:
-    """All of the arena as writable bytes; unmapped when the last view is collected."""
-    return np.frombuffer(_mapped(fd, size), np.uint8)
+def map_arena(fd: int, size: int, writable: bool = True) -> Bytes:
+    """All of the arena as bytes; unmapped when the last view is collected."""
+    return np.frombuffer(_mapped(fd, size, writable), np.uint8)
 
 
-def _mapped(fd: int, size: int) -> mmap.mmap:
-    mapped = mmap.mmap(fd, size)
+def _mapped(fd: int, size: int, writable: bool = True) -> mmap.mmap:
+    mapped = mmap.mmap(fd, size, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
     with contextlib.suppress(OSError):
         mapped.madvise(mmap.MADV_HUGEPAGE)
     return mapped

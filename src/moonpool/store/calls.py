@@ -28,6 +28,18 @@ RECEIVE_BYTES = 1 << 16
 _TIMEVAL = struct.Struct("ll")
 
 
+class LostError(PoolError):
+    """The node, or this connection to it, is gone."""
+
+
+class _Own(threading.local):
+    """What each thread has for itself: a poll object serves one at a time."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.poll = select.poll()
+        self.poll.register(sock, select.POLLIN | select.POLLRDHUP)
+
+
 class Caller:
     """Thread-safe."""
 
@@ -46,14 +58,14 @@ class Caller:
         self._answers: dict[int, Answer] = {}
         self._is_reading = False
         self._gone = ""
+        self._closed = False
         sock.settimeout(None)
         # A node that takes nothing for so long is as good as gone. Who reads polls first, with the call's deadline.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(SEND_SECONDS), 0))
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN)
+        self._own = _Own(sock)
 
     def call(self, make: Callable[[int], Call], seconds: float) -> Answer:
-        """The answer to a call, made with its serial. Raises PoolError: refused, too late, or the node is gone."""
+        """The answer to a call, made with its serial. Raises PoolError: refused or too late; LostError."""
         until = time.monotonic() + seconds
         serial = next(self._serials)
         data = frame(make(serial))
@@ -80,10 +92,30 @@ class Caller:
 
     def is_quiet(self) -> bool:
         """Whether the node is there and has said nothing that was not heard yet."""
-        return not (self._gone or self._poll.poll(0))
+        return not (self._gone or self._own.poll.poll(0))
+
+    def check_lasting(self) -> None:
+        """Raises LostError where the node has taken back what this client was lent."""
+        if not self._gone:
+            ends = select.POLLHUP | select.POLLRDHUP | select.POLLERR
+            if any(event & ends for _, event in self._own.poll.poll(0)):
+                self._lose("it closed the connection")
+        if self._gone and not self._closed:
+            raise LostError(
+                f"what was read may be wrong: the connection to the node {self._node} was lost meanwhile ({self._gone})"
+            )
+
+    def forget(self) -> None:
+        """Close the socket only: another process goes on using it."""
+        self._socket.close()
 
     def close(self) -> None:
         """Calls that run fail at once."""
+        self._closed = True
+        self.drop()
+
+    def drop(self) -> None:
+        """As `close`, but what was leased counts as lost."""
         self._lose("this client was closed")
         with self._changed:
             self._changed.wait_for(lambda: not self._is_reading, SEND_SECONDS)
@@ -110,7 +142,7 @@ class Caller:
     def _read_until(self, serial: int, until: float) -> Answer:
         while True:
             seconds = until - time.monotonic()
-            if seconds <= 0 or not (self._is_soon() or self._poll.poll(seconds * 1000)):
+            if seconds <= 0 or not (self._is_soon() or self._own.poll.poll(seconds * 1000)):
                 raise self._late()
             answers = self._receive()
             found: Answer | None = None
@@ -134,7 +166,7 @@ class Caller:
     def _is_soon(self) -> bool:
         """Whether an answer comes at once: most do, and to sleep and be woken takes longer than they."""
         until = time.perf_counter() + SPIN_SECONDS
-        while not self._poll.poll(0):
+        while not self._own.poll.poll(0):
             if time.perf_counter() >= until:
                 return False
         return True
@@ -170,8 +202,10 @@ class Caller:
             self._changed.notify_all()
 
     def _check(self) -> None:
+        if self._closed:
+            raise PoolError(f"the node {self._node}: this client was closed")
         if self._gone:
-            raise PoolError(f"the node {self._node} is gone ({self._gone}): connect again")
+            raise LostError(f"the node {self._node} is gone ({self._gone})")
 
     def _late(self) -> PoolError:
         return PoolError(f"the node {self._node} did not answer in time: it is stopped or overloaded")

@@ -369,8 +369,10 @@ class NodeClient:
                 self.on_lost()
 
 
-def open_socket(path: str | Path, name: str, until: float) -> socket.socket:
-    """Connected to the node that listens at `path`. Raises PoolError where none does before `until` (monotonic)."""
+def open_socket(path: str | Path, name: str, until: float, is_awaited: bool = True) -> socket.socket:
+    """Connected to the node that listens at `path`. Raises PoolError where none does before `until` (monotonic), or
+    at once if it is not awaited.
+    """
     while True:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -379,7 +381,7 @@ def open_socket(path: str | Path, name: str, until: float) -> socket.socket:
             return sock
         except (FileNotFoundError, ConnectionRefusedError) as e:
             sock.close()
-            if time.monotonic() >= until:
+            if not is_awaited or time.monotonic() >= until:
                 hint = "" if "/" in str(path) else "; give the path of a node's socket, or host:port"
                 raise PoolError(f"no node listens at {path}: {e.strerror}{hint}") from None
             time.sleep(0.05)
@@ -393,6 +395,9 @@ class Entrance:
     node: PartId
     incarnation: Incarnation
     arena: Bytes
+    """To write blocks into."""
+    readable: Bytes
+    """The same memory, which this process can only read by it, whatever it makes of the array."""
     board: BoardView
 
 
@@ -419,6 +424,7 @@ def enter(sock: socket.socket, frames: Frames[Answer], name: str, incarnation: s
             welcome.node,
             welcome.incarnation,
             map_arena(arena, welcome.arena_bytes),
+            map_arena(arena, welcome.arena_bytes, writable=False),
             BoardView(board, welcome.board_entries),
         )
     finally:

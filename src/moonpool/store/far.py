@@ -30,6 +30,7 @@ from moonpool.messenger.questions import (
 from moonpool.messenger.transfer import Bytes
 from moonpool.messenger.waiting import RefusedError
 from moonpool.store.buffers import part_of, private_bytes
+from moonpool.store.forks import Maker, forget_in_children
 from moonpool.store.home import Held, Layers, Wait
 from moonpool.wire.security import data_key
 
@@ -69,14 +70,17 @@ class FarHome:
         self._taken = 0
         self._lanes = 1
         self._closed = False
+        self._maker = Maker()
         self._threads = ThreadPoolExecutor(LANES, thread_name_prefix=f"{name} of {address}")
         self.node = PartId(address)
         self._await_node(time.monotonic() + timeout)
         entered = self.ask(Enter())
         assert isinstance(entered, Entered)
         self.node, self.batch_bytes = entered.node, entered.batch_bytes
+        forget_in_children(self)
 
     def ask(self, question: Question) -> Reply:
+        self._maker.check()
         until = time.monotonic() + self._timeout + SLACK_SECONDS
         return self._carry(lambda channel: asking.ask(channel, question, until), until)
 
@@ -87,6 +91,7 @@ class FarHome:
         sources: Sequence[Sequence[Bytes]],
         metas: Sequence[BlockMeta],
     ) -> list[bool]:
+        self._maker.check()
         until = time.monotonic() + self._timeout
 
         def part(chosen: slice) -> list[bool]:
@@ -130,8 +135,16 @@ class FarHome:
     ) -> list[bool]:
         return self._get(space, keys, lambda position: targets[position], layers, wait)
 
+    def forget(self) -> None:
+        """Close the connections only: another process goes on using them."""
+        for channel in list(self._open):
+            channel.close()
+
     def close(self) -> None:
         """Calls that run fail at once."""
+        if self._maker.is_other:
+            # What a child may close is closed (`forks`); the locks may be held by threads that it has not got.
+            return
         with self._free:
             self._closed = True
             for channel in self._open:
@@ -151,6 +164,7 @@ class FarHome:
         layers: Layers,
         wait: Wait,
     ) -> list[bool]:
+        self._maker.check()
         until = time.monotonic() + wait.seconds
         nbytes = layers[1] * space.run_bytes
         part = partial(self._get_part, space, wait, until)

@@ -33,6 +33,7 @@ class Held:
         self._close = close
 
     def close(self) -> None:
+        """Raises PoolError where the views were the node's memory, and it may have used that for something else."""
         close, self._close = self._close, None
         if close is not None:
             close()

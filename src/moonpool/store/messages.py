@@ -7,6 +7,7 @@ the start of the arena.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Annotated, Final, Generic, TypeVar
 
 import msgspec
@@ -304,10 +305,25 @@ Answer = (
     | Committed
 )
 
+
+class UnreadableCall(Struct, frozen=True):
+    """Not sent: a call whose frame is whole, and that is to have an answer, but is none that the node knows."""
+
+    serial: int
+    reason: str
+
+
+class _Numbered(Struct, frozen=True):
+    """What can be read of a call with mistakes."""
+
+    serial: int
+
+
 M = TypeVar("M")
 
 _LENGTH = struct.Struct("<I")
 _encoder: Final = msgspec.msgpack.Encoder()
+_numbered: Final = msgspec.msgpack.Decoder(_Numbered)
 
 
 def frame(message: Call | Answer) -> bytes:
@@ -321,8 +337,10 @@ def frame(message: Call | Answer) -> bytes:
 class Frames(Generic[M]):
     """Bytes in, messages out. Knows no socket."""
 
-    def __init__(self, decoder: msgspec.msgpack.Decoder[M]) -> None:
+    def __init__(self, decoder: msgspec.msgpack.Decoder[M], amend: Callable[[bytearray, str], M] | None = None) -> None:
+        """`amend`: makes something of a message that cannot be read, or raises PoolError."""
         self._decoder = decoder
+        self._amend = amend
         self._data = bytearray()
 
     @property
@@ -341,17 +359,29 @@ class Frames(Generic[M]):
             end = start + _LENGTH.size + length
             if len(self._data) < end:
                 break
+            body = self._data[start + _LENGTH.size : end]
             try:
-                messages.append(decoded(self._decoder, self._data[start + _LENGTH.size : end]))
+                messages.append(decoded(self._decoder, body))
             except msgspec.MsgspecError as e:
-                raise PoolError(f"unreadable frame of {length} bytes: {e}") from None
+                reason = f"unreadable frame of {length} bytes: {e}"
+                if self._amend is None:
+                    raise PoolError(reason) from None
+                messages.append(self._amend(body, reason))
             start = end
         del self._data[:start]
         return messages
 
 
-def call_frames() -> Frames[Call]:
-    return Frames(msgspec.msgpack.Decoder(Call))
+def call_frames() -> Frames[Call | UnreadableCall]:
+    """Of what a client says: one mistake of it is that call's, and ends nothing else."""
+    return Frames[Call | UnreadableCall](msgspec.msgpack.Decoder(Call), _unreadable)
+
+
+def _unreadable(body: bytearray, reason: str) -> UnreadableCall:
+    try:
+        return UnreadableCall(decoded(_numbered, body).serial, reason)
+    except msgspec.MsgspecError:
+        raise PoolError(reason) from None
 
 
 def answer_frames() -> Frames[Answer]:

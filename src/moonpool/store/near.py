@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import secrets
 import struct
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from moonpool.core.vocabulary import BLOCK_KEY_BYTES, BlockKey, BlockMeta, KeySpace
+from moonpool.core.vocabulary import BLOCK_KEY_BYTES, BlockKey, BlockMeta, KeySpace, PartId
 from moonpool.errors import PoolError
 from moonpool.messenger.digest import RunDigests
 from moonpool.messenger.questions import (
@@ -26,9 +28,10 @@ from moonpool.messenger.questions import (
     unpacked,
 )
 from moonpool.messenger.transfer import Bytes
-from moonpool.store.calls import Caller
+from moonpool.store.calls import Caller, LostError
 from moonpool.store.client import enter, open_socket
 from moonpool.store.copying import Crew, Work, copy, piece_bytes
+from moonpool.store.forks import Maker, forget_in_children
 from moonpool.store.home import Held, Layers, Wait
 from moonpool.store.messages import (
     Answer,
@@ -45,10 +48,45 @@ from moonpool.store.messages import (
 )
 from moonpool.store.sights import Sights
 
+T = TypeVar("T")
+
 PIECE_BYTES = 256 << 10
 """Copied, then summed up while it is in the processor's cache."""
 SLACK_SECONDS = 5.0
 """What an answer may come after the time that the node was given for it."""
+
+
+class _Line:
+    """One connection to the node, and what came with it: a node that was started again has another arena."""
+
+    def __init__(self, path: str | Path, name: str, seconds: float, is_awaited: bool) -> None:
+        """Raises PoolError if no node answers at the socket `path`."""
+        sock = open_socket(path, name, time.monotonic() + seconds, is_awaited)
+        frames = answer_frames()
+        try:
+            entrance = enter(sock, frames, name, secrets.token_hex(4))
+        except (OSError, PoolError) as e:
+            sock.close()
+            raise PoolError(f"the node at {path} did not let {name} in: {e}") from None
+        self.node, self.arena, self.readable = entrance.node, entrance.arena, entrance.readable
+        self.caller = Caller(sock, frames, self.node, self._dispose)
+        self.sights = Sights(entrance.board, self.caller)
+        forget_in_children(self.caller)
+
+    def view(self, space: KeySpace, offset: int, layers: Layers) -> Bytes:
+        start = offset + layers[0] * space.run_bytes
+        return self.readable[start : start + layers[1] * space.run_bytes]
+
+    def close(self) -> None:
+        self.sights.report()
+        self.caller.close()
+
+    def _dispose(self, answer: Answer) -> None:
+        match answer:
+            case LeasedEach():
+                self.caller.post(Release(answer.lease))
+            case RoomOpened():
+                self.caller.post(CloseRoom(answer.room))
 
 
 class NearHome:
@@ -58,33 +96,24 @@ class NearHome:
 
     def __init__(self, path: str | Path, name: str, timeout: float) -> None:
         """Raises PoolError if no node answers at the socket `path` within `timeout` seconds."""
+        self._path = path
+        self._name = name
         self._timeout = timeout
-        sock = open_socket(path, name, time.monotonic() + timeout)
-        frames = answer_frames()
-        try:
-            entrance = enter(sock, frames, name, secrets.token_hex(4))
-        except (OSError, PoolError) as e:
-            sock.close()
-            raise PoolError(f"the node at {path} did not let {name} in: {e}") from None
-        self.node, self._arena = entrance.node, entrance.arena
-        self._readable = self._arena.view()
-        self._readable.flags.writeable = False
+        self._maker = Maker()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._line = _Line(path, name, timeout, is_awaited=True)
         self._crew = Crew()
-        self._caller = Caller(sock, frames, self.node, self._dispose)
-        self._sights = Sights(entrance.board, self._caller)
         entered = self.ask(Enter())
         assert isinstance(entered, Entered)
         self.batch_bytes = entered.batch_bytes
 
+    @property
+    def node(self) -> PartId:
+        return self._line.node
+
     def ask(self, question: Question) -> Reply:
-        if isinstance(question, Exists) and self._sights.holds_all(question.space, unpacked(question.keys)):
-            return Marks(bytes([YES]) * (len(question.keys) // BLOCK_KEY_BYTES))
-        self._sights.report()
-        answer = self._caller.call(lambda serial: Ask(serial, question), self._timeout + SLACK_SECONDS)
-        assert isinstance(answer, Told)
-        if isinstance(answer.reply, Refused):
-            raise PoolError(answer.reply.reason)
-        return answer.reply
+        return self._carry(lambda line: self._ask(line, question))
 
     def put(
         self,
@@ -93,36 +122,10 @@ class NearHome:
         sources: Sequence[Sequence[Bytes]],
         metas: Sequence[BlockMeta],
     ) -> list[bool]:
-        room = self._caller.call(
-            lambda serial: OpenEach(serial, space, packed(keys), tuple(metas)), self._timeout + SLACK_SECONDS
-        )
-        assert isinstance(room, RoomOpened)
-        try:
-            size = space.block_bytes
-            filled = [
-                (self._arena[offset : offset + size], pieces)
-                for offset, pieces in zip(room.offsets, sources, strict=True)
-                if offset is not None
-            ]
-            if not filled:
-                self._caller.post(CloseRoom(room.room))
-            else:
-                data = pack_sums(self._fill(filled, space))
-                self._caller.call(lambda serial: Commit(serial, room.room, data), self._timeout + SLACK_SECONDS)
-        except BaseException:
-            self._caller.post(CloseRoom(room.room))
-            raise
-        return [offset is not None for offset in room.offsets]
+        return self._carry(lambda line: self._put(line, space, keys, sources, metas))
 
     def get(self, space: KeySpace, keys: Sequence[BlockKey], layers: Layers, wait: Wait) -> Held:
-        answer = self._caller.call(
-            lambda serial: LeaseEach(serial, space, packed(keys), wait.seconds, wait.is_for_writers),
-            wait.seconds + SLACK_SECONDS,
-        )
-        assert isinstance(answer, LeasedEach)
-        offsets = struct.unpack(f"<{len(keys)}q", answer.offsets)
-        views = [None if at < 0 else self._view(space, at, layers) for at in offsets]
-        return Held(views, lambda: self._caller.post(Release(answer.lease)))
+        return self._carry(lambda line: self._get(line, space, keys, layers, wait))
 
     def get_into(
         self,
@@ -132,27 +135,115 @@ class NearHome:
         layers: Layers,
         wait: Wait,
     ) -> list[bool]:
-        seen = self._sights.find(space, keys)
+        return self._carry(lambda line: self._get_into(line, space, keys, targets, layers, wait))
+
+    def close(self) -> None:
+        if self._maker.is_other:
+            # What a child may close is closed (`forks`); the locks may be held by threads that it has not got.
+            return
+        with self._lock:
+            self._closed = True
+        self._line.close()
+        self._crew.close()
+
+    def _carry(self, work: Callable[[_Line], T]) -> T:
+        """Once more where the node was started again since: all that clients ask may be asked twice."""
+        self._maker.check()
+        line = self._line
+        try:
+            return work(line)
+        except LostError as e:
+            line = self._renewed(line, e)
+        return work(line)
+
+    def _renewed(self, lost: _Line, why: LostError) -> _Line:
+        with self._lock:
+            if self._line is lost and not self._closed:
+                lost.caller.drop()
+                try:
+                    self._line = _Line(self._path, self._name, self._timeout, is_awaited=False)
+                except PoolError as e:
+                    raise PoolError(f"{why}; {e}") from None
+            return self._line
+
+    def _ask(self, line: _Line, question: Question) -> Reply:
+        if isinstance(question, Exists) and line.sights.holds_all(question.space, unpacked(question.keys)):
+            return Marks(bytes([YES]) * (len(question.keys) // BLOCK_KEY_BYTES))
+        line.sights.report()
+        answer = line.caller.call(lambda serial: Ask(serial, question), self._timeout + SLACK_SECONDS)
+        assert isinstance(answer, Told)
+        if isinstance(answer.reply, Refused):
+            raise PoolError(answer.reply.reason)
+        return answer.reply
+
+    def _put(
+        self,
+        line: _Line,
+        space: KeySpace,
+        keys: Sequence[BlockKey],
+        sources: Sequence[Sequence[Bytes]],
+        metas: Sequence[BlockMeta],
+    ) -> list[bool]:
+        caller = line.caller
+        room = caller.call(
+            lambda serial: OpenEach(serial, space, packed(keys), tuple(metas)), self._timeout + SLACK_SECONDS
+        )
+        assert isinstance(room, RoomOpened)
+        try:
+            size = space.block_bytes
+            filled = [
+                (line.arena[offset : offset + size], pieces)
+                for offset, pieces in zip(room.offsets, sources, strict=True)
+                if offset is not None
+            ]
+            if not filled:
+                caller.post(CloseRoom(room.room))
+            else:
+                data = pack_sums(self._fill(filled, space))
+                caller.call(lambda serial: Commit(serial, room.room, data), self._timeout + SLACK_SECONDS)
+        except BaseException:
+            caller.post(CloseRoom(room.room))
+            raise
+        return [offset is not None for offset in room.offsets]
+
+    def _get(self, line: _Line, space: KeySpace, keys: Sequence[BlockKey], layers: Layers, wait: Wait) -> Held:
+        answer = line.caller.call(
+            lambda serial: LeaseEach(serial, space, packed(keys), wait.seconds, wait.is_for_writers),
+            wait.seconds + SLACK_SECONDS,
+        )
+        assert isinstance(answer, LeasedEach)
+        number = answer.lease
+        offsets = struct.unpack(f"<{len(keys)}q", answer.offsets)
+        views = [None if at < 0 else line.view(space, at, layers) for at in offsets]
+        return Held(views, lambda: self._release(line.caller, number))
+
+    def _release(self, caller: Caller, lease: int) -> None:
+        self._maker.check()
+        # First, so that whatever comes after it was not read.
+        caller.check_lasting()
+        caller.post(Release(lease))
+
+    def _get_into(
+        self,
+        line: _Line,
+        space: KeySpace,
+        keys: Sequence[BlockKey],
+        targets: Sequence[Sequence[Bytes]],
+        layers: Layers,
+        wait: Wait,
+    ) -> list[bool]:
+        seen = line.sights.find(space, keys)
         if seen is not None:
-            self._copy([self._view(space, sighting.offset, layers) for sighting in seen], targets)
-            if self._sights.have_stayed(space, keys, seen):
+            self._copy([line.view(space, sighting.offset, layers) for sighting in seen], targets)
+            if line.sights.have_stayed(space, keys, seen):
                 return [True] * len(keys)
-        held = self.get(space, keys, layers, wait)
+        held = self._get(line, space, keys, layers, wait)
         try:
             pairs = [(view, pieces) for view, pieces in zip(held.views, targets, strict=True) if view is not None]
             self._copy([view for view, _ in pairs], [pieces for _, pieces in pairs])
         finally:
             held.close()
         return [view is not None for view in held.views]
-
-    def close(self) -> None:
-        self._sights.report()
-        self._caller.close()
-        self._crew.close()
-
-    def _view(self, space: KeySpace, offset: int, layers: Layers) -> Bytes:
-        start = offset + layers[0] * space.run_bytes
-        return self._readable[start : start + layers[1] * space.run_bytes]
 
     def _copy(self, views: Sequence[Bytes], targets: Sequence[Sequence[Bytes]]) -> None:
         nbytes = sum(view.nbytes for view in views)
@@ -180,13 +271,6 @@ class NearHome:
                 work.append(partial(fill, number * runs + run, block[chosen], [pieces[0][chosen]]))
         self._crew.run(work, len(blocks) * space.block_bytes)
         return sums
-
-    def _dispose(self, answer: Answer) -> None:
-        match answer:
-            case LeasedEach():
-                self._caller.post(Release(answer.lease))
-            case RoomOpened():
-                self._caller.post(CloseRoom(answer.room))
 
 
 def _fill(block: Bytes, pieces: Sequence[Bytes], run_bytes: int) -> list[int]:

@@ -57,6 +57,7 @@ from moonpool.store.messages import (
     StreamBlocks,
     Told,
     Touch,
+    UnreadableCall,
     Welcome,
     call_frames,
     frame,
@@ -104,7 +105,7 @@ class Session:
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._frames = call_frames()
-        self._calls: deque[Call] = deque()
+        self._calls: deque[Call | UnreadableCall] = deque()
         """Read, but not yet taken; no more than one read brings."""
         self._unsent = bytearray()
         """What the client is too slow to take. Nothing more is read from it meanwhile."""
@@ -174,7 +175,7 @@ class Session:
             while self._calls and not self._unsent:
                 call = self._calls.popleft()
                 if self._is_greeted:
-                    self._handle(call)
+                    self._take(call)
                 else:
                     self._greet(call)
         except (PoolError, OSError) as e:
@@ -182,6 +183,19 @@ class Session:
         except Exception as e:
             log.exception("a call of %s failed", self.name)
             self._finish(PoolError(f"its call failed: {e}"))
+
+    def _take(self, call: Call | UnreadableCall) -> None:
+        """Raises PoolError for nonsense that has no answer to be refused by."""
+        try:
+            if isinstance(call, UnreadableCall):
+                raise PoolError(call.reason)
+            self._handle(call)
+        except PoolError as e:
+            serial: int | None = getattr(call, "serial", None)
+            if serial is None:
+                raise
+            log.warning("a call of %s refused: %s", self.name, e)
+            self._send(RefusedCall(serial, str(e)))
 
     def _left(self) -> None:
         if not self._is_greeted:
@@ -208,7 +222,7 @@ class Session:
         if not self._is_greeted:
             self._finish(PoolError(f"no Hello within {HELLO_SECONDS:g} s"))
 
-    def _greet(self, hello: Call) -> None:
+    def _greet(self, hello: Call | UnreadableCall) -> None:
         if not isinstance(hello, Hello):
             raise PoolError(f"{type(hello).__name__} came before Hello")
         if hello.protocol != PROTOCOL:
