@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moonpool.store import BlockMeta, Client, Space
+from moonpool.store import BlockMeta, Client, PoolError, Space
 
 MODEL = "examples/kv_store 1"
 LAYERS, BLOCK_TOKENS, BLOCK_BYTES = 16, 64, 1 << 20
@@ -114,13 +114,17 @@ def say(role: str, pool: Client, what: str) -> None:
 
 
 def connect(address: str) -> Client:
-    return Client.connect(
-        address, token=os.environ.get("MOONPOOL_CLUSTER_TOKEN"), name="kv_store", timeout=START_SECONDS
-    )
+    token = os.environ.get("MOONPOOL_CLUSTER_TOKEN")
+    try:
+        return Client.connect(address, token=token, name="kv_store", timeout=START_SECONDS)
+    except PoolError as e:
+        sys.exit(f"kv_store: {e}")
 
 
 def run(role: str, node: str) -> None:
-    subprocess.run([sys.executable, __file__, "--role", role, "--node", node], check=True)
+    status = subprocess.run([sys.executable, __file__, "--role", role, "--node", node], check=False).returncode
+    if status:
+        sys.exit(status)
 
 
 @contextlib.contextmanager

@@ -598,8 +598,14 @@ def _model_directory(name: str) -> Path:
 
 def _failed(error: Exception) -> int:
     """One line for any error; for a mistake in the command line also where help is."""
+    from moonpool.command.machine import ENGINE_PACKAGES, check_packages
     from moonpool.live.process import fail
 
+    if isinstance(error, ModuleNotFoundError) and error.name in ENGINE_PACKAGES:
+        try:
+            check_packages()
+        except ConfigError as e:
+            return fail(e)
     if not hasattr(error, "format_message"):
         return fail(error)
     context = getattr(error, "ctx", None)

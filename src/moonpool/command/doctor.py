@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import resource
@@ -11,6 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 
 from moonpool.command import machine
 from moonpool.command.serve import free_port
@@ -38,8 +38,8 @@ def doctor(host: str, port: int) -> int:
     findings = examine(host, port)
     for finding in findings:
         console.print(
-            f"[{colours[finding.state]}]{finding.state:6}[/]{finding.what:20} {finding.found}"
-            + (f": {finding.remedy}" if finding.remedy else ""),
+            f"[{colours[finding.state]}]{finding.state:6}[/]{finding.what:20} {escape(finding.found)}"
+            + (f": {escape(finding.remedy)}" if finding.remedy else ""),
             soft_wrap=True,
         )
     lacking = [finding.what for finding in findings if finding.state == "lacks"]
@@ -141,11 +141,8 @@ def _files() -> Finding:
 
 
 def _torch() -> Finding:
-    missing = [
-        name for name in ("torch", "transformers", "tokenizers", "safetensors") if not importlib.util.find_spec(name)
-    ]
-    if missing:
-        return Finding("lacks", "torch engine", f"no {', '.join(missing)}", "pip install 'moonpool[engine]'")
+    if missing := machine.lacking_packages():
+        return Finding("lacks", "torch engine", f"no {', '.join(missing)}", machine.ENGINE_REMEDY)
     from importlib.metadata import version
 
     threads = os.environ.get("OMP_NUM_THREADS", "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -10,6 +12,8 @@ from moonpool.config import Config
 from moonpool.engine.model import home
 from moonpool.errors import ConfigError
 from moonpool.store.places import check_places
+
+log = logging.getLogger(__name__)
 
 PROCESS_BYTES = 64 << 20
 """Of a Python process with the libraries of a part that does not compute, roughly."""
@@ -20,6 +24,19 @@ QUANTIZED = 4
 """Times that weights in int8 are smaller; embeddings stay as they are, but few of their pages are read."""
 
 SMALLEST_SLAB = 1 << 20
+ENGINE_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors")
+ENGINE_REMEDY = "pip install 'moonpool[engine]', or in a checkout pip install -c constraints.txt -e '.[engine]'"
+
+
+def lacking_packages() -> list[str]:
+    """Of those that serving a model takes; the pool alone takes none of them."""
+    return [name for name in ENGINE_PACKAGES if not importlib.util.find_spec(name)]
+
+
+def check_packages() -> None:
+    """Raises ConfigError where no model can be served."""
+    if missing := lacking_packages():
+        raise ConfigError(f"no {', '.join(missing)}, which serving a model takes: {ENGINE_REMEDY}")
 
 
 def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
@@ -59,6 +76,8 @@ def check_memory(config: Config, weights: Path | None) -> None:
 def ssd_directories(config: Config) -> tuple[Path, ...]:
     """Where the nodes make their directories of the SSD tier: none without one. Raises ConfigError."""
     if not config.pool.ssd_per_node:
+        if config.pool.ssd_dir:
+            log.warning("--ssd-dir %s is not used: without --ssd-per-node there is no SSD tier", config.pool.ssd_dir)
         return ()
     given = [name.strip() for name in (config.pool.ssd_dir or "").split(",") if name.strip()]
     directories = tuple(Path(name) for name in given) or (home() / "ssd",)

@@ -39,6 +39,7 @@ def serve(config: Config, token: str | None, find_model: Callable[[Config], Path
     `find_model` gives the model's directory, perhaps after a download. Raises before anything has started.
     """
     log_to_stderr("supervisor", config.log.log_level, config.log.log_json)
+    machine.check_packages()
     port = free_port(config.front.host, config.front.port)
     config = msgspec.structs.replace(config, front=msgspec.structs.replace(config.front, port=port))
     check_pipeline(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import threading
@@ -62,7 +63,10 @@ class TcpServer:
         try:
             self._listener = socket.create_server((host.strip("[]"), port), family=family, backlog=128)
         except OSError as e:
-            raise ConfigError(f"cannot listen for data on {host}:{port}: {e.strerror}") from None
+            option = "--data-port" if e.errno == errno.EADDRINUSE else "--bind, an address of this host"
+            raise ConfigError(
+                f"cannot listen for data on {host}:{port}: {e.strerror}; choose another {option}"
+            ) from None
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self._acceptor = threading.Thread(target=self._accept, name="messenger accept", daemon=True)
         self._acceptor.start()

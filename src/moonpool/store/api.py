@@ -115,7 +115,7 @@ class Client:
         that can be read by themselves and have a checksum each.
         """
         if isinstance(name, KeySpace):
-            return Space(self._home, _checked(name, name.id), self._timeout)
+            return Space(self._home, _checked(name, name.id), self._timeout, name.id)
         checks.text(name, "a key space's name")
         block_bytes, layers, block_tokens = (
             checks.whole(number, f"key space {name}: {what}")
@@ -128,7 +128,7 @@ class Client:
         is_id = len(name) == _ID_DIGITS and all(digit in "0123456789abcdef" for digit in name)
         space_id = name if is_id else key_of("moonpool key space", name).hex()
         space = KeySpace(KeySpaceId(space_id), block_tokens, layers, block_bytes // layers)
-        return Space(self._home, _checked(space, name), self._timeout)
+        return Space(self._home, _checked(space, name), self._timeout, name)
 
     def stats(self) -> dict[str, float]:
         """The home node's counters and gauges (docs/operations.md)."""
@@ -193,8 +193,9 @@ class Blocks(Sequence[Bytes | None]):
 class Space:
     """The blocks of one layout. Get one from `Client.space`."""
 
-    def __init__(self, home: Home, space: KeySpace, timeout: float) -> None:
+    def __init__(self, home: Home, space: KeySpace, timeout: float, name: str) -> None:
         self.key_space = space
+        self._name = name
         self._home = home
         self._timeout = timeout
 
@@ -265,12 +266,15 @@ class Space:
         # Where they are held and not copied, parts of them would be no easier to have.
         parts = self._parts(len(keys)) if self._home.copies else _slices(len(keys), KEYS_A_QUESTION)
         with contextlib.ExitStack() as holding:
-            held = [
-                holding.enter_context(
-                    contextlib.closing(self._home.get(self.key_space, keys[part], chosen, self._wait(wait_until)))
-                )
-                for part in parts
-            ]
+            try:
+                held = [
+                    holding.enter_context(
+                        contextlib.closing(self._home.get(self.key_space, keys[part], chosen, self._wait(wait_until)))
+                    )
+                    for part in parts
+                ]
+            except PoolError as e:
+                raise self._named(e) from None
             holding.pop_all()
             return Blocks(held)
 
@@ -369,9 +373,16 @@ class Space:
         return b"".join(self._ask_marks(question(packed(keys[part]))) for part in _slices(len(keys), KEYS_A_QUESTION))
 
     def _ask_marks(self, question: Question) -> bytes:
-        answer = self._home.ask(question)
+        try:
+            answer = self._home.ask(question)
+        except PoolError as e:
+            raise self._named(e) from None
         assert isinstance(answer, Marks)
         return answer.marks
+
+    def _named(self, error: PoolError) -> PoolError:
+        """Nodes know a space by its id alone, which its user has never seen."""
+        return PoolError(str(error).replace(self.key_space.id, self._name))
 
     def _wait(self, wait_until: float | None) -> Wait:
         if wait_until is None:
@@ -386,7 +397,10 @@ class Space:
         return _slices(count, max(1, size))
 
     def _in_parts(self, count: int, work: Callable[[slice], list[T]]) -> list[T]:
-        return [outcome for part in self._parts(count) for outcome in work(part)]
+        try:
+            return [outcome for part in self._parts(count) for outcome in work(part)]
+        except PoolError as e:
+            raise self._named(e) from None
 
 
 def _slices(count: int, size: int) -> list[slice]:

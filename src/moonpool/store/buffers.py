@@ -28,7 +28,7 @@ def as_bytes(buffer: Buffer) -> Bytes:
             if _is_flat(buffer):
                 return buffer
             if not buffer.flags.c_contiguous:
-                raise BufferError("it is not contiguous")
+                raise BufferError("it is not contiguous: np.ascontiguousarray makes it so")
             # By way of the plain memory: formats of other packages (bfloat16) have no buffer of their own, and what
             # numpy derives from its array (a matrix) cannot be flat.
             return np.asarray(buffer).reshape(-1).view(np.uint8)

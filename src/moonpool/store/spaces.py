@@ -35,7 +35,8 @@ class Spaces:
         elif known != space:
             raise PoolError(
                 f"key space {space.id} has {known.runs} runs of {known.run_bytes} bytes on this node, "
-                f"not {space.runs} of {space.run_bytes}; its blocks have {known.block_tokens} tokens"
+                f"not {space.runs} of {space.run_bytes}; its blocks have {known.block_tokens} "
+                "tokens: give the layout that they were put with, or another layout another name"
             )
 
     def check_keys(self, space: KeySpace, keys: Sequence[BlockKey]) -> None:

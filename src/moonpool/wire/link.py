@@ -50,8 +50,9 @@ class Link:
         except zmq.ZMQError as e:
             self._context.destroy(linger=0)
             why = os.strerror(e.errno) if e.errno else str(e)
+            option = "--control-port" if e.errno == errno.EADDRINUSE else "--bind, an address of this host"
             raise ConfigError(
-                f"cannot listen for control messages on {host}:{port}: {why}; choose another --control-port"
+                f"cannot listen for control messages on {host}:{port}: {why}; choose another {option}"
             ) from None
         address = self._inbox.getsockopt_string(zmq.LAST_ENDPOINT)
         self.me = Peer(part, Incarnation(secrets.token_hex(8)), address)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import socket
 import time
 from collections.abc import Callable
 
@@ -95,14 +96,17 @@ class Membership:
             except (PeerUnavailableError, TimeoutError):
                 if not is_said:
                     is_said = True
+                    why = await _unknown_host(self.conductor.address)
                     log.warning(
-                        "no Conductor answers at %s yet: is it running there, with the same cluster token?",
+                        "no Conductor answers at %s yet: %s",
                         self.conductor.address,
+                        why or "is it running there, with the same cluster token?",
                     )
         if not self._answered.is_set():
+            why = await _unknown_host(self.conductor.address)
             raise ConfigError(
                 f"no Conductor answered at {self.conductor.address} within {timeout:g} s: "
-                "it is not running there, or its cluster token is another one"
+                f"{why or 'it is not running there, or its cluster token is another one'}"
             )
 
     async def run(self) -> None:
@@ -166,3 +170,16 @@ class Membership:
     def _whoever_conducts(self) -> Peer:
         """Heartbeats must reach a restarted Conductor too: it answers with `RegisterAgain`."""
         return Peer(self.conductor.id, Incarnation(""), self.conductor.address)
+
+
+async def _unknown_host(address: str) -> str:
+    """Why nobody can be there; empty where the address names a host."""
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            await asyncio.get_running_loop().getaddrinfo(host, None)
+    except socket.gaierror as e:
+        return f"the host {host} is not known here ({e.strerror})"
+    except TimeoutError:
+        return f"the host {host} is not found: no name server answers"
+    return ""
