@@ -263,7 +263,7 @@ class Scene:
                     self._register_again(to)
             case act.Place() | act.Reject() | act.Resubmit() | act.ExpectEnd():
                 self._send("conductor", GATEWAY, lambda: self._answer(action))
-            case act.Hold() | act.FleetChanged():
+            case act.Hold() | act.FleetChanged() | act.IdTaken():
                 pass
 
     def _reserve(self, order: act.ReserveRoom) -> None:

@@ -12,7 +12,17 @@ from moonpool.core import events as ev
 from moonpool.core.conductor import Conductor, ConductorConfig
 from moonpool.core.directory import IndexHealth
 from moonpool.core.state import PartState
-from moonpool.core.vocabulary import Incarnation, PartId, PartKind, PriorityClass, RejectReason, RequestId, Slo, Tier
+from moonpool.core.vocabulary import (
+    Incarnation,
+    PartId,
+    PartKind,
+    Peer,
+    PriorityClass,
+    RejectReason,
+    RequestId,
+    Slo,
+    Tier,
+)
 from tests.core.conductor_scene import GATEWAY, SPACE, arrival, gateway, node, peer, worker
 
 P, D, N = PartKind.PREFILL, PartKind.DECODE, PartKind.NODE
@@ -396,7 +406,8 @@ def test_a_conductor_that_was_stopped_itself_blames_nobody() -> None:
 def test_the_process_that_registered_last_keeps_its_id() -> None:
     d = desk()
     d.tell(worker(D, 0, life=2))
-    assert not d.tell(ev.Reported(D0, peer(D0, 1).incarnation))
+    displaced = Peer(D0, peer(D0, 1).incarnation, "")
+    assert d.tell(ev.Reported(D0, displaced.incarnation)) == [act.IdTaken(displaced, peer(D0, 2))]
 
 
 # Late copies and ends

@@ -128,6 +128,16 @@ def test_an_unknown_heartbeat_is_asked_to_register_at_the_address_it_came_from()
     run(test)
 
 
+def test_a_part_whose_id_another_has_taken_is_told_by_whom() -> None:
+    async def test(b: Bench) -> None:
+        await b.join(gateway())
+        link = b.links["displaced"] = Link(PartId("gateway-0"), "127.0.0.1", 0, None)
+        await b.tell("displaced", ev.Reported(link.me.id, link.me.incarnation))
+        assert (await b.expect("displaced", act.IdTaken)).by == b.links["gateway-0"].me
+
+    run(test)
+
+
 def test_timers_fire_without_any_message(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "moonpool.live.conductor")
 

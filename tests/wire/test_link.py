@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 import zmq
 
-from moonpool.core.actions import FleetChanged, RegisterAgain
+from moonpool.core.actions import FleetChanged, IdTaken, RegisterAgain
 from moonpool.core.events import Lost, Registered, Reported
 from moonpool.core.vocabulary import Incarnation, PartId, PartKind, Peer
 from moonpool.errors import ConfigError, PeerUnavailableError
@@ -168,6 +168,18 @@ def test_a_part_joins_beats_and_registers_again_when_asked() -> None:
             beating.cancel()
 
     asyncio.run(run())
+
+
+def test_who_has_taken_ones_id_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        async with links(None, None) as (part, conductor):
+            m, other = membership(part, conductor), Peer(part.me.id, Incarnation("other"), "tcp://10.0.0.9:9001")
+            for _ in range(3):
+                assert m.heard(Envelope(conductor.me, part.me.incarnation, IdTaken(part.me, other)))
+
+    asyncio.run(run())
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "at tcp://10.0.0.9:9001, has joined as part-0" in record.message
 
 
 def test_joining_nobody_ends_with_a_reason() -> None:

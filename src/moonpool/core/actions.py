@@ -180,6 +180,13 @@ class RegisterAgain(Struct, frozen=True, tag=True):
     to: Peer
 
 
+class IdTaken(Struct, frozen=True, tag=True):
+    """To a part whose heartbeat came but whose id another process has registered since."""
+
+    to: Peer
+    by: Peer
+
+
 class FleetPart(Struct, frozen=True):
     kind: PartKind
     peer: Peer
@@ -220,6 +227,7 @@ Action = (
     | ReplicasOrdered
     | SendSnapshot
     | RegisterAgain
+    | IdTaken
     | FleetChanged
     | WakeAt
 )

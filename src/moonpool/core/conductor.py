@@ -174,9 +174,9 @@ class Conductor:
     def _reported(self, event: ev.Reported, now: float) -> None:
         part = self._fleet.find(event.id, event.incarnation)
         if part is None:
+            sender, there = Peer(event.id, event.incarnation, ""), self._fleet.parts.get(event.id)
             # Two processes of one id would throw each other out for ever: the one that registered last stays.
-            if event.id not in self._fleet.parts:
-                self._out.append(act.RegisterAgain(Peer(event.id, event.incarnation, "")))
+            self._out.append(act.RegisterAgain(sender) if there is None else act.IdTaken(sender, there.peer))
             return
         before, part.reported, part.heard_at = part.reported, event, now
         if part.kind.decodes:

@@ -158,7 +158,7 @@ class _Driver:
                 to = _control(node)
             case act.Replicate(node=node) | act.Demote(node=node) | act.DropReplica(node=node):
                 to = _control(node)
-            case act.RegisterAgain():
+            case act.RegisterAgain() | act.IdTaken():
                 # The core has no address of a part that it does not know; the heartbeat's envelope has.
                 to = sender
             case act.FleetChanged(to=to) | act.Cancel(to=to) | act.ExpectEnd(gateway=to) | act.ReplicasOrdered(to=to):

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from moonpool.core.actions import FleetChanged, RegisterAgain
+from moonpool.core.actions import FleetChanged, IdTaken, RegisterAgain
 from moonpool.core.events import Registered, Reported
 from moonpool.core.vocabulary import Incarnation, PartId, Peer
 from moonpool.errors import ConfigError, PeerUnavailableError
@@ -75,6 +75,7 @@ class Membership:
         self._report = report
         self._counters = counters
         self._answered = asyncio.Event()
+        self._taken_by = Incarnation("")
         self._registered_again = -math.inf
         """When it was last asked for, and done."""
         self.conductor = Peer(PartId("conductor"), Incarnation(""), conductor_address)
@@ -139,8 +140,22 @@ class Membership:
             case RegisterAgain():
                 self._begin_anew(envelope.sender)
                 return True
+            case IdTaken(by=by):
+                self._id_is_taken(by)
+                return True
             case _:
                 return False
+
+    def _id_is_taken(self, by: Peer) -> None:
+        """Said once for each process that takes it."""
+        if by.incarnation != self._taken_by:
+            self._taken_by = by.incarnation
+            log.error(
+                "another process, at %s, has joined as %s: the cluster knows this one no more, and gives it nothing to "
+                "do; end one of them, and start it again with an --id of its own",
+                by.address,
+                self._link.me.id,
+            )
 
     def _begin_anew(self, conductor: Peer) -> None:
         """A new Conductor says so to each message that waited for it: one answer to all of them will do."""
