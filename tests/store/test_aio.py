@@ -131,7 +131,7 @@ def test_a_cancelled_put_is_over_when_it_says_so(address: str, node: NodePeer, j
 
 def test_nobody_listens_there() -> None:
     with pytest.raises(PoolError, match="no node listens"):
-        asyncio.run(AsyncClient.connect("/tmp/no-such-node.sock", timeout=0))
+        asyncio.run(AsyncClient.connect("/tmp/no-such-node.sock", timeout=0.01))
     with pytest.raises(PoolError, match="give the path of a node's socket, or host:port"):
         Client.connect("127.0.0.1", timeout=0)
     with pytest.raises(PoolError, match="not None"):

@@ -16,6 +16,7 @@ from moonpool.core.vocabulary import NodePeer
 from moonpool.messenger import asking
 from moonpool.messenger.channel import Channel
 from moonpool.messenger.questions import Exists, GetBlocks, Marks
+from moonpool.messenger.waiting import RefusedError
 from moonpool.store import BlockMeta, Client, PoolError, Space, key_of
 from moonpool.store.far import FarHome
 from moonpool.store.near import NearHome
@@ -147,7 +148,7 @@ def test_a_question_that_cannot_be_read_is_refused_and_the_next_answered(channel
     until = time.monotonic() + SECONDS
     bad = GetBlocks(msgspec.structs.replace(SPACE, runs=0), b"", 0, 1, 1.0)
     for question in (bad, Exists(SPACE.id, "text")):  # type: ignore[arg-type]
-        with pytest.raises(PoolError, match="unreadable frame"):
+        with pytest.raises(RefusedError, match="unreadable frame"):
             asking.ask(channel, question, until)  # type: ignore[arg-type]
     assert asking.ask(channel, Exists(SPACE.id, K[0]), until) == Marks(b"\0")
 
