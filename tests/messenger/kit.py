@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from moonpool.core.vocabulary import BlockKey, KeySpaceId, RequestId
+from moonpool.messenger.questions import Exists, Question, Refused, Reply, marks, unpacked
 from moonpool.messenger.server import TcpServer
 from moonpool.messenger.transfer import Bytes, RoomWrite, checksum
 
@@ -99,6 +100,11 @@ class MemoryStore:
                 break
             found.append(self.blocks[key])
         return Leaving([data for data, _ in found], [value for _, sums in found for value in sums])
+
+    def answer(self, question: Question) -> Reply:
+        if not isinstance(question, Exists):
+            return Refused("no such question here")
+        return marks(key in self.blocks for key in unpacked(question.keys))
 
 
 @contextlib.contextmanager

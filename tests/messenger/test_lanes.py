@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from moonpool.core.vocabulary import BlockKey, KeySpaceId
 from moonpool.errors import PoolError, TransferError
 from moonpool.messenger import lanes, waiting
 from moonpool.messenger.channel import Blocks, Channel, Read, framed
+from moonpool.messenger.receiving import ReadGroup
 from moonpool.messenger.server import TcpServer
 from moonpool.messenger.tcp import Priority, TcpMessenger
 from moonpool.messenger.transfer import checksum
@@ -133,6 +135,66 @@ def test_two_halves_of_different_copies_are_no_block(one_lane: TcpMessenger) -> 
         one_lane.read(server.address, SPACE, keys, [target], SECONDS, never, priority=Priority.BACKGROUND).result(
             SECONDS
         )
+
+
+def test_two_reads_of_one_group_are_of_one_copy(one_lane: TcpMessenger) -> None:
+    store = MemoryStore(4096, 4)
+    keys = keys_of("a", 2)
+    store.put(keys)
+    group = ReadGroup(4)
+    with serving(store) as server:
+
+        def read(layers: tuple[int, int], which: ReadGroup) -> int:
+            targets = [np.empty(layers[1] * 1024, np.uint8) for _ in keys]
+            reading = one_lane.read(server.address, SPACE, keys, targets, SECONDS, layers=layers, group=which)
+            return reading.result(SECONDS)
+
+        assert read((0, 1), group) == read((2, 2), group) == 2
+        store.put(keys[1:], "another version")
+        with pytest.raises(TransferError, match="replaced by another copy"):
+            read((1, 1), group)
+        assert read((1, 1), ReadGroup(4)) == 2
+        with pytest.raises(TransferError, match="have 4 runs"):
+            read((0, 1), ReadGroup(2))
+
+
+def test_what_nobody_wants_any_more_is_not_asked_for(one_lane: TcpMessenger) -> None:
+    store = MemoryStore(4096, 1)
+    keys = keys_of("a", 8)
+    store.put(keys)
+    wanted = [True]
+    with serving(store) as server, held(store, one_lane, server):
+        target, group = np.empty(4096, np.uint8), ReadGroup(1, lambda: wanted[0])
+        reads = [one_lane.read(server.address, SPACE, [k], [target], SECONDS, never, group=group) for k in keys]
+        wanted[0] = False
+        store.gate.set()
+        for reading in reads:
+            with contextlib.suppress(TransferError):
+                assert reading.result(SECONDS) == 0
+        # One may be under way already.
+        assert len(store.asked) <= 2
+
+
+def test_a_source_that_stands_still_in_the_middle_is_given_up(
+    one_lane: TcpMessenger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moonpool.messenger.pace.STALL_SECONDS", 0.3)
+    monkeypatch.setattr("moonpool.messenger.pace.SLOWEST_BYTES", 100 * MIB)
+    store = MemoryStore(4 * MIB, 4)
+    keys = keys_of("a", 1)
+    store.put(keys)
+    on, pieces = threading.Event(), itertools.count()
+
+    def delay() -> float:
+        if next(pieces) > 5:
+            on.wait(SECONDS)
+        return 0.0
+
+    with serving(store) as server, proxy(server.address, delay=delay) as between:
+        target = np.empty(4 * MIB, np.uint8)
+        with pytest.raises(TransferError, match="stands still"):
+            one_lane.read(between.address, SPACE, keys, [target], 60.0, never).result(SECONDS)
+        on.set()
 
 
 def test_layers(messenger: TcpMessenger) -> None:

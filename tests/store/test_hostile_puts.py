@@ -12,9 +12,10 @@ import pytest
 
 from moonpool.core.vocabulary import BlockKey, BlockMeta, NodePeer, RequestId
 from moonpool.messenger.channel import Arriving, Channel, Done, Write, framed, greet
-from moonpool.messenger.questions import DAMAGED, NO, YES, Checksums, Marks, PutBlocks, Refused, TakeStock
+from moonpool.messenger.questions import DAMAGED, NO, YES, Checksums, GetBlocks, Marks, PutBlocks, Refused, TakeStock
 from moonpool.messenger.questions import pack_sums as packed_sums
 from moonpool.store import Client
+from moonpool.store.client import NodeClient
 from moonpool.wire.security import data_key
 
 from .kit import BLOCK, SECONDS, SPACE, Conductor, bytes_of, eventually, keys_of, run_checksums
@@ -100,7 +101,7 @@ def test_what_a_put_says_wrongly_of_its_blocks_harms_those_blocks_alone(node: No
 def test_a_put_that_stands_still_does_not_keep_its_room(
     conductor: Conductor, connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("moonpool.messenger.giving.STALL_SECONDS", 0.5)
+    monkeypatch.setattr("moonpool.messenger.pace.STALL_SECONDS", 0.5)
     node = conductor.start_node("node-0", dram_bytes=4 * BLOCK)
     client = connect(node, "near")
     with let_in(node) as channel:
@@ -116,7 +117,7 @@ def test_a_put_that_stands_still_does_not_keep_its_room(
 def test_runs_for_a_room_that_stand_still_let_another_transfer_write_them(
     conductor: Conductor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moonpool.messenger.giving.STALL_SECONDS", 0.5)
+    monkeypatch.setattr("moonpool.messenger.pace.STALL_SECONDS", 0.5)
     node = conductor.start_node("node-0")
     conductor.reserve(node, "r-1", K[:1])
     data = bytes_of(K[0])
@@ -129,3 +130,14 @@ def test_runs_for_a_room_that_stand_still_let_another_transfer_write_them(
         assert quick.receive_header(until()) == Done()
         with pytest.raises((EOFError, ConnectionResetError)):
             slow.receive_header(until())
+
+
+def test_who_waits_for_a_writer_and_leaves_is_not_waited_with(node: NodePeer, connect: Connect) -> None:
+    client = connect(node, "near")
+    with NodeClient.connect(node.socket_path, name="writer", incarnation="1") as writer:
+        room = writer.open_room(SPACE, K[:1]).result(SECONDS)
+        with let_in(node) as channel:
+            channel.send_header(GetBlocks(SPACE, K[0], 0, SPACE.runs, 1e9, waits=True), until())
+            eventually(lambda: client.stats()["watches"] == 1, "it waits")
+        eventually(lambda: client.stats()["watches"] == 0, "nobody waits any more")
+        room.close()

@@ -18,6 +18,7 @@ from moonpool.errors import PoolError
 from moonpool.store.client import NodeClient
 from moonpool.store.views import Stream
 
+from ..messenger.kit import MemoryStore, serving
 from ..messenger.proxy import proxy
 from .kit import BLOCK, SECONDS, SPACE, Conductor, bytes_of, eventually, keys_of, put
 
@@ -206,3 +207,86 @@ def test_a_dead_node_ends_its_streams(conductor: Conductor, join: Join) -> None:
         client.close()
     for path in conductor.run_dir.glob("node-9.*"):
         path.rename(path.with_name(f"dead-{path.name}"))
+
+
+MANY = replace(SPACE, runs=16, run_bytes=SPACE.run_bytes // 4)
+
+
+@pytest.fixture
+def by_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer is a transfer of its own."""
+    monkeypatch.setattr("moonpool.store.streaming.FETCH_BYTES", 1)
+
+
+def test_layers_of_two_copies_are_no_block(node: NodePeer, join: Join, by_layers: None) -> None:
+    """Its source removes a block and puts it anew, with other bytes, while its layers go."""
+    client, keys, store = join(node), keys_of("a", 2), MemoryStore(BLOCK, SPACE.runs)
+    store.put(keys)
+    depart = store.depart
+
+    def replaced(*args: object) -> object:
+        store.put(keys[1:], str(len(store.asked)))
+        return depart(*args)  # type: ignore[arg-type]
+
+    store.depart = replaced  # type: ignore[method-assign, assignment]
+    with serving(store) as server:
+        source = replace(node, data_address=server.address)
+        with client.stream(SPACE, keys, source, 2, 60.0).result(SECONDS) as found:
+            eventually(lambda: found.is_over, "it is over")
+            assert found.runs == 1
+        with client.lease(SPACE, keys[1:]).result(SECONDS) as lease:
+            assert lease.count == 0
+
+
+def test_a_source_with_another_layout_gives_nothing(
+    node: NodePeer, join: Join, by_layers: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, keys, store = join(node), keys_of("a", 2), MemoryStore(BLOCK, 2 * SPACE.runs)
+    larger = MemoryStore(2 * BLOCK, 2 * SPACE.runs)
+    for each in (store, larger):
+        each.put(keys)
+        with serving(each) as server:
+            source = replace(node, data_address=server.address)
+            assert client.fetch(source, SPACE, keys, 60.0).result(SECONDS) == 0
+            with client.stream(SPACE, keys, source, 2, 60.0).result(SECONDS) as found:
+                eventually(lambda: found.is_over, "it is over")
+                assert (found.runs, found.whole) == (0, 0)
+    assert "ERROR" not in {record.levelname for record in caplog.records}
+
+
+def test_a_source_that_says_nothing_keeps_no_space(
+    node: NodePeer, join: Join, by_layers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moonpool.messenger.pace.STALL_SECONDS", 0.3)
+    client, keys, store = join(node), keys_of("a", 2), MemoryStore(BLOCK, SPACE.runs)
+    store.put(keys)
+    with serving(store) as server:
+        store.gate.clear()
+        source = replace(node, data_address=server.address)
+        with client.stream(SPACE, keys, source, 2, 600.0).result(SECONDS) as found:
+            eventually(lambda: found.is_over, "it is over")
+        eventually(lambda: client.stats().result(SECONDS)["used_bytes"] == 0, "its space is free")
+
+
+def test_a_reader_that_leaves_ends_its_reads(node: NodePeer, join: Join, by_layers: None) -> None:
+    client, keys, store = join(node), keys_of("a", 2), MemoryStore(BLOCK, MANY.runs)
+    store.put(keys)
+    with serving(store) as server:
+        store.gate.clear()
+        source = replace(node, data_address=server.address)
+        client.stream(MANY, keys, source, 2, 600.0).result(SECONDS).close()
+        client.stats().result(SECONDS)
+        store.gate.set()
+        eventually(lambda: client.stats().result(SECONDS)["used_bytes"] == 0, "its space is free")
+        assert len(store.asked) < MANY.runs / 2
+
+
+def test_what_is_refused_or_cannot_come_costs_no_blocks(conductor: Conductor, join: Join) -> None:
+    node = conductor.start_node("node-0", 16 * BLOCK, client_quota=8 * BLOCK)
+    client, keys, nowhere = join(node), keys_of("a", 16), replace(node, data_address="127.0.0.1:9")
+    for start in range(0, 16, 8):
+        put(client, keys[start : start + 8])
+    with pytest.raises(PoolError, match="a stream of"):
+        client.stream(SPACE, keys_of("b", 9), nowhere, 9, 60.0).result(SECONDS)
+    assert client.fetch(nowhere, SPACE, keys_of("b", 16), 60.0).result(SECONDS) == 0
+    assert client.stats().result(SECONDS)["blocks"] == 16

@@ -26,6 +26,7 @@ from moonpool.live.neighbours import LOOK_SECONDS, Neighbours, Onward
 from moonpool.live.sink import Sink, copy_in
 from moonpool.live.worker import WorkerLife, describe, in_thread
 from moonpool.messenger.intake import SLOTS, Door, Intake
+from moonpool.messenger.receiving import ReadGroup
 from moonpool.messenger.server import TcpServer
 from moonpool.messenger.tcp import TcpMessenger
 from moonpool.store.pending import awaited
@@ -331,7 +332,9 @@ class StageWorker:
         layers, size = self._engine.layers, space.run_bytes
         parts = [np.empty(len(layers) * size, np.uint8) for _ in range(blocks)]
         some = layers.start, len(layers)
-        reading = self._messenger.read(home.data_address, space.id, keys, parts, prompt.time_left(), layers=some)
+        reading = self._messenger.read(
+            home.data_address, space.id, keys, parts, prompt.time_left(), layers=some, group=ReadGroup(space.runs)
+        )
         if (found := await asyncio.wrap_future(reading)) < blocks:
             raise PoolError(f"{found} of {blocks} cached blocks are left on {home.id}")
 

@@ -6,6 +6,7 @@ there may be bytes on it that nobody has read: to read on would be to take them 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, groupby
@@ -14,6 +15,7 @@ from moonpool.errors import PoolError, TransferError
 from moonpool.messenger.channel import SPIN_SECONDS, Channel, Header, Part, framed
 from moonpool.messenger.digest import RunDigests
 from moonpool.messenger.giving import receive
+from moonpool.messenger.pace import moving
 from moonpool.messenger.questions import (
     YES,
     Checksums,
@@ -62,7 +64,10 @@ def get(
     each among those that come.
     """
     channel.send_header(request, until)
-    given = _heard(channel, until, soon=SPIN_SECONDS)
+    nbytes = len(request.keys) // 16 * request.runs * request.space.run_bytes
+    # A node that is to give only what it has waits for nobody else.
+    with moving(nbytes, until) if request.here else contextlib.nullcontext(until) as limit:
+        given = _heard(channel, limit, soon=SPIN_SECONDS)
     if not isinstance(given, Given) or len(given.marks) * 16 != len(request.keys):
         raise TransferError(f"{type(given).__name__} came as the answer to GetBlocks, or not one mark a key")
     sums, coming = _sums(given.checksums), given.marks.count(YES)
@@ -73,8 +78,25 @@ def get(
         raise TransferError(f"{coming} blocks with marks of {len(copies)} copies")
     if len(given.metas) != (coming if request.here else 0):
         raise TransferError(f"{coming} blocks with {len(given.metas)} metas")
+    targets = place(given)
+    with moving(nbytes, until) as limit:
+        came = _receive_given(channel, request, targets, list(sums), copies, landed, limit)
+    coming_next = iter(came)
+    return [next(coming_next) if mark == YES else None for mark in given.marks]
+
+
+def _receive_given(
+    channel: Channel,
+    request: GetBlocks,
+    targets: Sequence[Sequence[Bytes] | None],
+    sums: list[int],
+    copies: Sequence[int],
+    landed: Callable[[int, Sequence[int]], None],
+    until: float,
+) -> list[int | None]:
+    """As `get`, of those blocks alone that come."""
     came: list[int | None] = []
-    for is_wanted, stretch in groupby(place(given), lambda pieces: pieces is not None):
+    for is_wanted, stretch in groupby(targets, lambda pieces: pieces is not None):
         if not is_wanted:
             for _ in stretch:
                 channel.skip(request.runs * request.space.run_bytes, until)
@@ -83,12 +105,11 @@ def get(
         wanted = [pieces for pieces in stretch if pieces is not None]
         for found in receive(channel, wanted, request.space.run_bytes, until):
             position = len(came)
-            is_good = found == list(sums[position * request.runs : (position + 1) * request.runs])
+            is_good = found == sums[position * request.runs : (position + 1) * request.runs]
             came.append(copies[position] if is_good else None)
             if is_good:
                 landed(position, found)
-    coming_next = iter(came)
-    return [next(coming_next) if mark == YES else None for mark in given.marks]
+    return came
 
 
 def put(channel: Channel, request: PutBlocks, sources: Sequence[Sequence[Bytes]], until: float) -> bytes:

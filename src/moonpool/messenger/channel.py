@@ -7,6 +7,7 @@ import hmac
 import math
 import os
 import secrets
+import select
 import socket
 import struct
 import time
@@ -147,6 +148,13 @@ class Channel:
     def is_near(self) -> bool:
         """The peer is on this host."""
         return self._neighbour is not None
+
+    @property
+    def is_gone(self) -> bool:
+        """The peer has closed the connection, or its host has vanished. What it sent before may be there still."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLRDHUP)
+        return bool(poll.poll(0))
 
     def step_aside(self) -> None:
         """Before a large transfer: the peer, if it is on this host, is to have a processor to itself."""

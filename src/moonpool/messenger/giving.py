@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections import deque
@@ -16,6 +15,7 @@ from moonpool.core.vocabulary import BLOCK_KEY_BYTES, KeySpace
 from moonpool.errors import TransferError
 from moonpool.messenger.channel import MAX_BUFFERS, Channel, framed
 from moonpool.messenger.digest import RunDigests
+from moonpool.messenger.pace import moving
 from moonpool.messenger.questions import (
     DAMAGED,
     NO,
@@ -38,11 +38,6 @@ log = logging.getLogger(__name__)
 
 LONGEST_SECONDS = 3600.0
 ANSWER_SECONDS = 30.0
-STALL_SECONDS = 10.0
-"""The most that a peer may stand still while what it sends holds a part of the arena, whatever time it says it has.
-(One that takes nothing for as long has no connection any more: `channel`.)"""
-SLOWEST_BYTES = 1 << 20
-"""A second: who is slower counts as standing still."""
 PIECE_BYTES = 1 << 20
 """Received, then summed up."""
 LARGE_BYTES = 256 << 10
@@ -52,19 +47,6 @@ LANDED_TOGETHER = 64
 Count = Callable[[str, int], None]
 
 
-@contextlib.contextmanager
-def moving(nbytes: int, until: float) -> Iterator[float]:
-    """Until when so many bytes are to be here. Raises TransferError where it is not the deadline that ends them."""
-    seconds = STALL_SECONDS + nbytes / SLOWEST_BYTES
-    limit = min(until, time.monotonic() + seconds)
-    try:
-        yield limit
-    except TimeoutError:
-        if limit == until:
-            raise
-        raise TransferError(f"{nbytes} bytes did not come within {seconds:.3g} s: the peer stands still") from None
-
-
 def answer(channel: Channel, store: Store, question: Question) -> None:
     reply = store.answer(question)
     channel.send_header(reply, time.monotonic() + ANSWER_SECONDS)
@@ -72,7 +54,7 @@ def answer(channel: Channel, store: Store, question: Question) -> None:
 
 def give(channel: Channel, store: Store, request: GetBlocks, count: Count) -> None:
     until = time.monotonic() + min(request.time_left, LONGEST_SECONDS) + ANSWER_SECONDS
-    gift = store.give(request)
+    gift = store.give(request, lambda: channel.is_gone)
     if isinstance(gift, str):
         channel.send_header(Refused(gift), until)
         return
@@ -105,8 +87,10 @@ def take(channel: Channel, store: Store, request: PutBlocks, count: Count) -> No
     intake = store.take(request)
     if isinstance(intake, str):
         for stretch in stretches(len(unpacked(request.keys)), block_bytes):
-            channel.skip((stretch.stop - stretch.start) * block_bytes, until)
-            _sums(channel, until, (stretch.stop - stretch.start) * request.space.runs)
+            nbytes = (stretch.stop - stretch.start) * block_bytes
+            with moving(nbytes, until) as limit:
+                channel.skip(nbytes, limit)
+                _sums(channel, limit, (stretch.stop - stretch.start) * request.space.runs)
         channel.send_header(Refused(intake), until)
         return
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -71,7 +71,7 @@ class Door:
     def answer(self, question: Question) -> Reply:
         return Refused("a stage of a pipeline answers no questions")
 
-    def give(self, request: GetBlocks) -> Gift | str:
+    def give(self, request: GetBlocks, is_gone: Callable[[], bool]) -> Gift | str:
         return "a stage of a pipeline has no blocks to give"
 
     def take(self, request: PutBlocks) -> str:

@@ -285,10 +285,14 @@ class Lanes:
             self._release(lane)
 
     def _next(self, lane: Lane, take: Callable[[], Piece | None]) -> Piece | None:
-        with self._lock:
-            if lane.underway and not self._may_go_ahead(lane):
-                return None
-            return None if lane.is_open and self._must_give_way(lane) else take()
+        while True:
+            with self._lock:
+                if lane.underway and not self._may_go_ahead(lane):
+                    return None
+                piece = None if lane.is_open and self._must_give_way(lane) else take()
+            if piece is None or piece.work.is_needed():
+                return piece
+            self._over(piece, None)
 
     def _may_go_ahead(self, lane: Lane) -> bool:
         """Whether it takes another piece before the last one is over. The lock is held."""

@@ -9,12 +9,29 @@ from collections.abc import Callable, Sequence
 from moonpool.core.vocabulary import BlockKey, KeySpaceId
 from moonpool.errors import TransferError
 from moonpool.messenger.channel import HASH_BYTES, Blocks, Channel, Read
+from moonpool.messenger.pace import moving
 from moonpool.messenger.transfer import Bytes, checksum
 from moonpool.messenger.waiting import Way
 
 OnBlock = Callable[[int, Sequence[int]], None]
 """Index among the keys, checksums of the runs that were read."""
 _PAGE = 4096
+
+
+class ReadGroup:
+    """Reads of parts of the same blocks: of each block all of them get parts of one copy, or fail."""
+
+    def __init__(self, runs: int, is_wanted: Callable[[], bool] = lambda: True) -> None:
+        """`runs`: of each block; a peer whose blocks have another number is not read. `is_wanted` is asked often, from
+        any thread: False ends the reads."""
+        self.runs = runs
+        self.is_wanted = is_wanted
+        self._copies: dict[BlockKey, tuple[int, ...]] = {}
+        """The checksums of each block of which something came: those of all its runs."""
+
+    def is_same(self, key: BlockKey, checksums: tuple[int, ...]) -> bool:
+        """Whether this is the copy that the others read; the first says which. (One step for all threads.)"""
+        return self._copies.setdefault(key, checksums) == checksums
 
 
 class Reading:
@@ -26,6 +43,7 @@ class Reading:
         keys: Sequence[BlockKey],
         destinations: Sequence[Bytes],
         layers: tuple[int, int] | None,
+        group: ReadGroup | None,
         until: float,
         on_block: OnBlock | None,
         count: Callable[[str, int], None],
@@ -40,6 +58,7 @@ class Reading:
         self.first_byte = 0 if layers is None or not destinations else layers[0] * (destinations[0].nbytes // layers[1])
         """Where the wanted part begins in each block."""
         self._layers = layers
+        self._group = group
         self._on_block = on_block
         self._lock = threading.Lock()
         self._blocks = [_Arrival(destination) for destination in destinations]
@@ -64,6 +83,10 @@ class Reading:
             index += blocks
         return pieces
 
+    @property
+    def is_wanted(self) -> bool:
+        return self._group is None or self._group.is_wanted()
+
     def nbytes(self, index: int) -> int:
         return self._blocks[index].buffer.nbytes
 
@@ -87,13 +110,20 @@ class Reading:
                 f"the peer's blocks of key space {self.space} have {block_bytes} bytes, "
                 f"the room here {block.buffer.nbytes} for {wanted} of {run_bytes}"
             )
+        group = self._group
+        if group is not None and len(checksums) != group.runs:
+            raise TransferError(
+                f"the peer's blocks of key space {self.space} have {len(checksums)} runs of {run_bytes} bytes, "
+                f"those here {group.runs}"
+            )
         with self._lock:
-            if not block.checksums:
-                block.begin(checksums, first, runs)
-            elif block.checksums != checksums:
+            is_same = not block.checksums or block.checksums == checksums
+            if not is_same or (group is not None and not group.is_same(self.keys[index], checksums)):
                 raise TransferError(
                     f"a block of key space {self.space} was replaced by another copy while it was read: read it again"
                 )
+            if not block.checksums:
+                block.begin(checksums, first, runs)
         return block
 
     def arrived(self, index: int, run: int, nbytes: int, digest: int | None) -> None:
@@ -171,22 +201,27 @@ class Receiving:
         channel.send_header(Read(reading.space, keys, time_left, first_byte, self._end - self._start), reading.until)
 
     def receive(self, channel: Channel) -> None:
-        answer = channel.receive_header(self._reading.until)
+        reading = self._reading
+        with moving(self.nbytes, reading.until) as limit:
+            answer = channel.receive_header(limit)
         if not isinstance(answer, Blocks):
             raise TransferError(f"{type(answer).__name__} came where Blocks was expected")
         runs = self._runs_a_block(answer)
         if answer.count < self._last - self._index:
-            self._reading.cut(self._index + answer.count)
-        for position in range(answer.count):
-            sums = answer.checksums[position * runs : (position + 1) * runs]
-            self._receive_block(channel, self._reading.expect(self._index, answer.block_bytes, sums))
-            self._index += 1
-            self._at = self._start
+            reading.cut(self._index + answer.count)
+        with moving(self.nbytes, reading.until) as limit:
+            for position in range(answer.count):
+                if not reading.is_wanted:
+                    raise TransferError("nobody wants these blocks any more")
+                sums = answer.checksums[position * runs : (position + 1) * runs]
+                self._receive_block(channel, reading.expect(self._index, answer.block_bytes, sums), limit)
+                self._index += 1
+                self._at = self._start
 
     def rest(self) -> Sequence[Receiving]:
         reading = self._reading
         last = min(self._last, reading.limit)
-        if self._index >= last:
+        if self._index >= last or not reading.is_wanted:
             return ()
         if self._at == self._start:
             return (Receiving(reading, self._index, last - self._index, self._start, self._end),)
@@ -196,7 +231,7 @@ class Receiving:
         return broken
 
     def is_needed(self) -> bool:
-        return self._index < self._reading.limit
+        return self._index < self._reading.limit and self._reading.is_wanted
 
     def _runs_a_block(self, answer: Blocks) -> int:
         wanted = self._last - self._index
@@ -208,21 +243,20 @@ class Receiving:
             )
         return runs
 
-    def _receive_block(self, channel: Channel, block: _Arrival) -> None:
-        until, run_bytes = self._reading.until, block.run_bytes
+    def _receive_block(self, channel: Channel, block: _Arrival, until: float) -> None:
+        run_bytes = block.run_bytes
         while self._at < self._end:
             run, offset = divmod(self._at, run_bytes)
             whole_runs = 0 if offset else (self._end - self._at) // run_bytes
             if whole_runs:
-                self._receive_runs(channel, block, run, min(whole_runs, max(1, HASH_BYTES // run_bytes)))
+                self._receive_runs(channel, block, run, min(whole_runs, max(1, HASH_BYTES // run_bytes)), until)
                 continue
             # The run's other bytes come in another piece: whoever has its last ones verifies it.
             end = min((run + 1) * run_bytes, self._end, self._at + HASH_BYTES)
             channel.receive_into(block.buffer[self._at : end], until)
             self._note(run, end - self._at, None)
 
-    def _receive_runs(self, channel: Channel, block: _Arrival, first: int, runs: int) -> None:
-        until = self._reading.until
+    def _receive_runs(self, channel: Channel, block: _Arrival, first: int, runs: int, until: float) -> None:
         if runs == 1:
             self._note(first, block.run_bytes, channel.receive_hashed(block.run(first), until))
             return

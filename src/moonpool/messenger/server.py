@@ -24,6 +24,7 @@ from moonpool.messenger.channel import (
     Write,
     admit,
 )
+from moonpool.messenger.pace import moving
 from moonpool.messenger.questions import GetBlocks, PutBlocks, Question, Refused
 from moonpool.messenger.transfer import Landing, Store
 from moonpool.wire.security import check_token, data_key
@@ -219,10 +220,11 @@ class TcpServer:
             item.request, item.attempt, item.block, item.first_run, item.runs, item.nbytes, until
         )
         if isinstance(landing, str):
-            channel.skip(item.nbytes, until)
+            with moving(item.nbytes, until) as limit:
+                channel.skip(item.nbytes, limit)
             return landing
         try:
-            with giving.moving(item.nbytes, until) as limit:
+            with moving(item.nbytes, until) as limit:
                 return self._fill(channel, landing, item, limit)
         finally:
             landing.close()

@@ -19,7 +19,7 @@ from moonpool.messenger.calling import Calling
 from moonpool.messenger.channel import Channel
 from moonpool.messenger.connections import Connections
 from moonpool.messenger.lanes import Lanes
-from moonpool.messenger.receiving import OnBlock, Reading
+from moonpool.messenger.receiving import OnBlock, ReadGroup, Reading
 from moonpool.messenger.sending import pieces_to_send
 from moonpool.messenger.transfer import Bytes, RoomWrite
 from moonpool.messenger.waiting import Priority, Transfer
@@ -84,14 +84,18 @@ class TcpMessenger:
         on_block: OnBlock | None = None,
         layers: tuple[int, int] | None = None,
         priority: Priority = Priority.URGENT,
+        group: ReadGroup | None = None,
     ) -> Future[int]:
         """Get blocks from the node at `address`: the number of leading keys that were read whole and verified.
 
         `layers`: first run and number of runs, where only a part of each block is wanted; destinations are as large.
         `on_block(index, checksums of its runs)` is called on a Messenger thread for each block that is complete, in
-        any order; blocks of a transfer that fails later have been read all the same.
+        any order; blocks of a transfer that fails later have been read all the same. `group`: what this read has in
+        common with others.
         """
-        return self._submit(address, self._reading(space, keys, destinations, time_left, on_block, layers, priority))
+        return self._submit(
+            address, self._reading(space, keys, destinations, time_left, on_block, layers, priority, group)
+        )
 
     def carry(
         self,
@@ -152,13 +156,14 @@ class TcpMessenger:
         on_block: OnBlock | None,
         layers: tuple[int, int] | None,
         priority: Priority,
+        group: ReadGroup | None,
     ) -> Transfer[int]:
         if len(keys) != len(destinations):
             raise ValueError(f"{len(keys)} keys with {len(destinations)} destinations")
         if layers is not None and (layers[1] < 1 or any(target.nbytes % layers[1] for target in destinations)):
             raise ValueError(f"{layers[1]} runs do not fill their destinations")
         until = _until(time_left)
-        reading = Reading(space, keys, destinations, layers, until, on_block, self._count)
+        reading = Reading(space, keys, destinations, layers, group, until, on_block, self._count)
         most = self._piece_bytes(sum(destination.nbytes for destination in destinations), priority)
         return Transfer(reading.pieces(most), until, priority, reading.leading)
 

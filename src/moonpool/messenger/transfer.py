@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Protocol
 
@@ -143,8 +143,8 @@ class Store(Protocol):
 
     def answer(self, question: Question) -> Reply: ...
 
-    def give(self, request: GetBlocks) -> Gift | str:
-        """All of these blocks that can be had, or why none."""
+    def give(self, request: GetBlocks, is_gone: Callable[[], bool]) -> Gift | str:
+        """All of these blocks that can be had, or why none. `is_gone`: nobody waits for them any more."""
         ...
 
     def take(self, request: PutBlocks) -> Intake | str: ...

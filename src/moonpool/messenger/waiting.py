@@ -63,7 +63,7 @@ class Work(Protocol):
         ...
 
     def is_needed(self) -> bool:
-        """False once another piece has shown that nothing depends on this one."""
+        """False once another piece has shown that nothing depends on this one, or nobody wants it any more."""
         ...
 
 

@@ -133,6 +133,11 @@ class Bookings:
             self._give(room, client)
             return room
 
+    def check_share(self, client: ClientId, space: KeySpace, blocks: int) -> None:
+        """Raises PoolError where so many blocks are too many for the client to `share`: then no room need be made."""
+        with self._lock:
+            self._quotas.check(client, "stream", blocks * page_aligned(space.block_bytes))
+
     def share(self, client: ClientId, room: Room, wanted: int, found: int) -> None:
         """The client, which wanted so many blocks, reads those of this caching room as well until it closes it.
 

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
 from typing import Any, TypeVar
 
 from moonpool.core.vocabulary import BlockKey, BlockMeta, KeySpaceId, RequestId
@@ -29,6 +29,9 @@ REMOTE = ClientId(0)
 """Whoever reads over tcp; such a lease ends with its transfer."""
 SLACK_SECONDS = 5.0
 """What the node's loop may be late."""
+LONGEST_SECONDS = 3600.0
+LOOK_SECONDS = 0.5
+"""How often it is looked whether whoever waits is there still."""
 
 
 class Exchange:
@@ -70,13 +73,13 @@ class Exchange:
         except PoolError as e:
             return Refused(str(e))
 
-    def give(self, request: GetBlocks) -> LeaseGift | str:
+    def give(self, request: GetBlocks, is_gone: Callable[[], bool] = lambda: False) -> LeaseGift | str:
         space = request.space
         if request.first_run + request.runs > space.runs:
             return f"a block of key space {space.id} has {space.runs} runs, not {request.first_run + request.runs}"
         try:
             keys = unpacked(request.keys)
-            with self._hold(request, keys):
+            with self._hold(request, keys, is_gone):
                 return LeaseGift(self._arena, self._ledger, *self._ledger.leases.each(REMOTE, space, keys))
         except PoolError as e:
             return str(e)
@@ -103,7 +106,7 @@ class Exchange:
         for future in waiting:
             future.cancel()
 
-    def _hold(self, request: GetBlocks, keys: Sequence[BlockKey]) -> Hold:
+    def _hold(self, request: GetBlocks, keys: Sequence[BlockKey], is_gone: Callable[[], bool]) -> Hold:
         space = request.space
         if request.here:
             places = self._ledger.catalogue.places(space.id, keys)
@@ -111,11 +114,18 @@ class Exchange:
             return self._loader.load_blocking(space.id, kept)
         if self._desk.is_ready(space.id, keys, request.waits):
             return Hold()
-        bringing = self._desk.bring(space, keys, request.time_left, request.waits)
-        return self._on_loop(bringing, request.time_left, Hold.close)
+        seconds = min(request.time_left, LONGEST_SECONDS)
+        bringing = self._desk.bring(space, keys, seconds, request.waits)
+        return self._on_loop(bringing, seconds, Hold.close, is_gone)
 
-    def _on_loop(self, work: Coroutine[Any, Any, T], seconds: float, dispose: Callable[[T], None]) -> T:
-        """`dispose` of a result that comes when it is awaited no more."""
+    def _on_loop(
+        self,
+        work: Coroutine[Any, Any, T],
+        seconds: float,
+        dispose: Callable[[T], None],
+        is_gone: Callable[[], bool] = lambda: False,
+    ) -> T:
+        """`dispose` of a result that comes when it is awaited no more. `is_gone`: whoever asked for it."""
         with self._lock:
             if self._closed:
                 work.close()
@@ -123,7 +133,9 @@ class Exchange:
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
             self._waiting.add(future)
         try:
-            return future.result(seconds + SLACK_SECONDS)
+            if not _is_over(future, time.monotonic() + seconds + SLACK_SECONDS, is_gone):
+                raise TimeoutError
+            return future.result()
         except (TimeoutError, CancelledError):
             if not future.cancel() and not future.cancelled():
                 dispose(future.result())
@@ -131,6 +143,13 @@ class Exchange:
         finally:
             with self._lock:
                 self._waiting.discard(future)
+
+
+def _is_over(future: Future[T], until: float, is_gone: Callable[[], bool]) -> bool:
+    while not wait([future], max(0.0, min(LOOK_SECONDS, until - time.monotonic()))).done:
+        if time.monotonic() >= until or is_gone():
+            return False
+    return True
 
 
 class RoomLanding:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
 from moonpool.core.vocabulary import BlockKey, KeySpace, NodePeer
 from moonpool.errors import TransferError
+from moonpool.messenger.asking import ask
+from moonpool.messenger.channel import Channel
+from moonpool.messenger.questions import YES, Exists, Marks, packed
+from moonpool.messenger.receiving import ReadGroup
 from moonpool.messenger.tcp import TcpMessenger
 from moonpool.store.arena import Arena
 from moonpool.store.ledger import Ledger
@@ -35,8 +40,14 @@ class Fetcher:
         readable = self._ledger.leading(space, keys)
         if readable == len(keys) or source.data_address == self._own_address:
             return readable
+        self._ledger.check_takes(space)
+        until = time.monotonic() + time_left
+        there = _There(Exists(space.id, packed(keys), here=True), until)
         try:
-            await asyncio.wrap_future(self._pull(source, space, keys, time_left))
+            # Room is made only for what comes: that may cost other blocks.
+            count = await asyncio.wrap_future(self._messenger.carry(source.data_address, there, time_left))
+            if count > readable:
+                await asyncio.wrap_future(self._pull(source, space, keys[:count], until - time.monotonic()))
         except TransferError as e:
             log.warning("fetch of %d blocks from %s failed: %s", len(keys) - readable, source.id, e)
         return self._ledger.leading(space, keys)
@@ -63,6 +74,7 @@ class Fetcher:
                 [self._arena.slice(block.offset, block.nbytes) for block in blocks],
                 time_left,
                 on_block,
+                group=ReadGroup(space.runs),
             )
         except BaseException:
             self._ledger.rooms.close(owner, room.id)
@@ -70,3 +82,17 @@ class Fetcher:
         # Only the future's end means that nothing is written any more, whether or not somebody still waits for it.
         pulled.add_done_callback(lambda _: self._ledger.rooms.close(owner, room.id))
         return pulled
+
+
+class _There:
+    """How many leading blocks another node has. It may be asked twice."""
+
+    def __init__(self, question: Exists, until: float) -> None:
+        self._question = question
+        self._until = until
+
+    def __call__(self, channel: Channel) -> int:
+        reply = ask(channel, self._question, self._until)
+        if not isinstance(reply, Marks) or len(reply.marks) * 16 != len(self._question.keys):
+            raise TransferError(f"{type(reply).__name__} came as the answer to Exists")
+        return next((count for count, mark in enumerate(reply.marks) if mark != YES), len(reply.marks))

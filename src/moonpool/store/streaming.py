@@ -15,6 +15,7 @@ import numpy as np
 
 from moonpool.core.vocabulary import BlockMeta, KeySpace
 from moonpool.errors import PoolError, TransferError
+from moonpool.messenger.receiving import ReadGroup
 from moonpool.messenger.tcp import TcpMessenger
 from moonpool.store.arena import Arena
 from moonpool.store.blocks import Block
@@ -55,6 +56,7 @@ class Streamer:
         reach = max(here, min(call.fetched, len(keys))) if is_fetched else here
         owner = self._ledger.own_client()
         try:
+            self._ledger.rooms.check_share(client, space, reach)
             metas = [BlockMeta(keys[index - 1] if index else None, index) for index in range(reach)]
             for index, shelved in borrowed:
                 metas[index] = BlockMeta(shelved.parent, shelved.index, shelved.tokens)
@@ -85,15 +87,18 @@ class Streamer:
         reads = _layers_at_once(space, len(wanted)) if wanted else []
         answer = coming.start(call.serial, len(loads) + len(reads))
         self._disks.load(loads, by_layers=True)
+        group = ReadGroup(space.runs, lambda: not room.ended)
         for first, count in reads:
-            self._fetch(coming, call, wanted, first, count)
+            self._fetch(coming, call, wanted, first, count, group)
         return answer
 
     def _load(self, coming: _Coming, index: int, shelved: Shelved, block: Block) -> Load:
         target = self._arena.slice(block.offset, page_aligned(block.nbytes))
         return Load(shelved, target, partial(coming.loaded, index, shelved), partial(coming.landed, index))
 
-    def _fetch(self, coming: _Coming, call: StreamBlocks, wanted: Sequence[int], first: int, count: int) -> None:
+    def _fetch(
+        self, coming: _Coming, call: StreamBlocks, wanted: Sequence[int], first: int, count: int, group: ReadGroup
+    ) -> None:
         assert call.source is not None
         source, space = call.source, call.space
         start, nbytes = first * space.run_bytes, count * space.run_bytes
@@ -105,13 +110,14 @@ class Streamer:
             call.time_left,
             lambda position, checksums: coming.landed(wanted[position], first, checksums),
             layers=(first, count),
+            group=group,
         )
 
         def over(done: Future[int]) -> None:
             error = done.exception()
-            if isinstance(error, TransferError):
+            if isinstance(error, TransferError) and group.is_wanted():
                 log.warning("layers %d… of %d blocks did not come from %s: %s", first, len(wanted), source.id, error)
-            elif error is not None:
+            elif error is not None and not isinstance(error, TransferError):
                 log.error("layers %d… of %d blocks from %s", first, len(wanted), source.id, exc_info=error)
             coming.end_part()
 
