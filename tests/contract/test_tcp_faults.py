@@ -211,13 +211,20 @@ def test_closing_fails_what_is_under_way(messenger: TcpMessenger) -> None:
             late.result(SECONDS)
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(TOKEN, None), (None, TOKEN), (TOKEN, TOKEN + "!")])
-def test_another_token_is_refused(run_dir: Path, ours: str | None, theirs: str | None) -> None:
+@pytest.mark.parametrize(
+    ("ours", "theirs", "reason"),
+    [
+        (TOKEN, None, "has a cluster token, this one has none"),
+        (None, TOKEN, "has no cluster token, this one has"),
+        (TOKEN, TOKEN + "!", "has another cluster token"),
+    ],
+)
+def test_another_token_is_refused(run_dir: Path, ours: str | None, theirs: str | None, reason: str) -> None:
     conductor = Conductor(run_dir, token=ours)
     messenger = TcpMessenger(theirs)
     try:
         node = conductor.start_node("node-0")
-        with pytest.raises(TransferError, match="another cluster token"):
+        with pytest.raises(TransferError, match=reason):
             messenger.read(node.data_address, SPACE.id, keys_of("a", 1), [np.empty(BLOCK, np.uint8)], 5).result(SECONDS)
         with NodeClient.connect(node.socket_path, name="c", incarnation="1") as client:
             eventually(lambda: client.stats().result(SECONDS)["tcp_refused_connections"] == 1, "it is counted")
