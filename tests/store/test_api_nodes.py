@@ -192,3 +192,14 @@ def test_one_name_with_two_layouts_harms_no_other_key_space(nodes: list[NodePeer
     with here.space(victims).get(K[1:2]) as blocks:
         assert np.array_equal(blocks[0], bytes_of(K[1]))
     assert here.stats()["messenger_transfers"] == 1, "the peer was not asked for what could not be kept"
+
+
+def test_copies_of_a_moment_ago_are_removed_too(nodes: list[NodePeer], connect: Connect) -> None:
+    here, there = connect(nodes[0], "near").space(SPACE), connect(nodes[1], "near").space(SPACE)
+    for key in keys_of("fresh", 12):
+        put(here, [key])
+        eventually(lambda key=key: there.exists(key), "the directory has heard of it")  # type: ignore[misc]
+        assert found(there, [key]) == [True]
+        assert here.remove([key]) == [True]
+        assert found(there, [key]) == [False]
+        known(here, [key], 0)

@@ -11,8 +11,10 @@ from moonpool.core.events import BlocksRemoved, BlocksStored
 from moonpool.core.eviction import EvictionPolicy
 from moonpool.core.vocabulary import BlockKey, Incarnation, KeySpace, KeySpaceId, PartId, RequestId
 from moonpool.errors import PoolError
+from moonpool.messenger.questions import KEYS_A_QUESTION, NO, YES, unpacked
 from moonpool.messenger.transfer import TAIL
 from moonpool.store.board import Board, BoardView, space_tag
+from moonpool.store.catalogue import Place
 from moonpool.store.claims import Claim
 from moonpool.store.extents import PAGE_BYTES, Extents
 from moonpool.store.ledger import Ledger
@@ -291,3 +293,25 @@ def test_a_block_that_goes_before_it_was_told_of_is_told_of_first() -> None:
     assert [view.find(space_tag(SPACE.id), key) is not None for key in KEYS] == [True, True, False]
     ledger.check_integrity()
     board.close()
+
+
+def test_what_is_removed_while_a_copy_of_it_comes_stays_removed(ledger: Ledger) -> None:
+    copy = ledger.copies.begin(SPACE.id, KEYS[:2])
+    assert ledger.catalogue.remove(SPACE.id, KEYS[:1]) == [NO]
+    room = ledger.rooms.open(ONE, SPACE, KEYS[:2], gone=copy.gone)
+    for index in range(2):
+        ledger.rooms.complete(ONE, room.id, [(index, 0, SPACE.runs)], [0] * SPACE.runs)
+    assert ledger.catalogue.places(SPACE.id, KEYS[:2]) == [Place.NOWHERE, Place.DRAM]
+    ledger.rooms.close(ONE, room.id)
+    ledger.copies.end(copy)
+    assert ledger.catalogue.remove(SPACE.id, KEYS[:2]) == [NO, YES]
+    again = ledger.rooms.open(ONE, SPACE, KEYS[:1], gone=ledger.copies.begin(SPACE.id, KEYS[:1]).gone)
+    ledger.rooms.complete(ONE, again.id, [(0, 0, SPACE.runs)], [0] * SPACE.runs)
+    assert ledger.leading(SPACE, KEYS[:1]) == 1, "what is put after a removal may come"
+    ledger.rooms.close(ONE, again.id)
+
+
+def test_a_question_has_an_end() -> None:
+    assert len(unpacked(bytes(16 * KEYS_A_QUESTION))) == KEYS_A_QUESTION
+    with pytest.raises(PoolError, match="8193 keys in one question; at most 8192"):
+        unpacked(bytes(16 * (KEYS_A_QUESTION + 1)))

@@ -27,6 +27,8 @@ _KEY = struct.Struct(f"{BLOCK_KEY_BYTES}s")
 _KEY_LENGTHS = {BLOCK_KEY_BYTES}
 
 STRETCH_BYTES = 1 << 20
+KEYS_A_QUESTION = 8192
+"""At most: a node's books are locked for about a microsecond a key, and everybody waits meanwhile."""
 
 NO: Final = 0
 YES: Final = 1
@@ -191,7 +193,9 @@ def _no_key(what: str) -> PoolError:
 
 
 def unpacked(keys: bytes) -> list[BlockKey]:
-    """Raises PoolError for what cannot be keys."""
+    """Raises PoolError for what cannot be keys, or is more of them than a question has."""
+    if len(keys) > KEYS_A_QUESTION * BLOCK_KEY_BYTES:
+        raise PoolError(f"{len(keys) // BLOCK_KEY_BYTES} keys in one question; at most {KEYS_A_QUESTION}: ask in parts")
     if len(keys) % BLOCK_KEY_BYTES:
         raise PoolError(f"{len(keys)} bytes are no whole block keys of {BLOCK_KEY_BYTES} bytes")
     return [key for (key,) in _KEY.iter_unpack(keys)]

@@ -25,6 +25,7 @@ from moonpool.core.vocabulary import BLOCK_KEY_BYTES, BlockKey, BlockMeta, KeySp
 from moonpool.errors import PoolError
 from moonpool.messenger.questions import (
     BUSY,
+    KEYS_A_QUESTION,
     LEASED,
     PINNED,
     YES,
@@ -57,7 +58,6 @@ TIMEOUT_SECONDS = 30.0
 MOST_REPLICAS = 1 << 20
 KEYS_A_CALL = 1024
 """More are put or copied in parts: a node's books are locked for some ten microseconds a block."""
-KEYS_A_QUESTION = 8192
 SAID_BYTES = 4 << 20
 """Of what goes with blocks in one call (keys, checksums, token ids); a frame takes four times as much."""
 _ID_DIGITS = 32
@@ -328,14 +328,13 @@ class Space:
     def pin(self, keys: Sequence[BlockKey], ttl: float) -> list[bool]:
         """Keep these blocks on the home node for `ttl` seconds, whatever else needs room, this client's end or not.
 
-        False for those that are not in the pool. Pinning again prolongs. PoolError beyond a quarter of the arena.
+        False for those that are not in the pool. Pinning again prolongs. PoolError beyond a quarter of the arena; of
+        more than 8192 keys, some are pinned by then.
         """
         ttl = checks.seconds(ttl, "a pin's ttl")
         if not 0 < ttl <= 1e9:
             raise PoolError(f"a pin ends after its time, which is not {ttl} seconds")
-        # All in one question: none of them is pinned where that is refused.
-        keys = checks.listed(keys)
-        return _yes(self._ask_marks(Pin(self.key_space, packed(keys), ttl)))
+        return _yes(self._marks(keys, lambda some: Pin(self.key_space, some, ttl)))
 
     def unpin(self, keys: Sequence[BlockKey]) -> list[bool]:
         """End these pins, whoever made them. False for those that were not pinned on the home node."""

@@ -111,11 +111,13 @@ class Bookings:
         tail_tokens: int = 0,
         metas: Sequence[BlockMeta] | None = None,
         name: tuple[RequestId, int] | None = None,
+        gone: Collection[Name] = (),
     ) -> Room:
         """A caching room: as many leading keys as there is room for, perhaps none.
 
         `metas`: one a key; without them the keys are a prompt's, from its first block on. `name`: others may `join` it
         as this attempt of a request and write into it from elsewhere; it ends when all have left it, or one has died.
+        `gone`: see `Room`.
         """
         with self._lock:
             self._check(space, keys, tail_tokens)
@@ -124,6 +126,7 @@ class Bookings:
             budget = self._quotas.left(client)
             room = self._open(space, keys, tail_tokens, whole=False, budget=budget, metas=metas)
             assert room is not None, "a best-effort room opens even when it is empty"
+            room.gone = gone
             if name is not None:
                 if name in self._reserved:
                     self._end(room)

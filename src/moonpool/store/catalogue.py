@@ -12,6 +12,7 @@ from enum import Enum
 from moonpool.core.vocabulary import BlockKey, BlockMeta, KeySpaceId
 from moonpool.messenger.questions import BUSY, LEASED, NO, PINNED, YES
 from moonpool.store.blocks import Blocks, Name
+from moonpool.store.copies import Copies
 from moonpool.store.pins import Pins
 from moonpool.store.shelf import Shelf
 
@@ -28,11 +29,12 @@ HERE = (Place.DRAM, Place.SSD)
 
 
 class Catalogue:
-    def __init__(self, lock: threading.Condition, blocks: Blocks, shelf: Shelf, pins: Pins) -> None:
+    def __init__(self, lock: threading.Condition, blocks: Blocks, shelf: Shelf, pins: Pins, copies: Copies) -> None:
         self._lock = lock
         self._blocks = blocks
         self._shelf = shelf
         self._pins = pins
+        self._copies = copies
 
     def places(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> list[Place]:
         """The best place of each."""
@@ -45,8 +47,12 @@ class Catalogue:
             return [self._describe((space, key)) for key in keys]
 
     def remove(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> list[int]:
-        """For each key: YES where the block was in some tier and is gone now, NO where it was not; else why not."""
+        """For each key: YES where the block was in some tier and is gone now, NO where it was not; else why not.
+
+        What of it is on its way here from another node does not become readable any more.
+        """
         with self._lock:
+            self._copies.removed((space, key) for key in keys)
             return [self._remove((space, key)) for key in keys]
 
     def _place(self, name: Name) -> Place:

@@ -12,6 +12,7 @@ from moonpool.messenger.questions import (
     BUSY,
     LEASED,
     NO,
+    PINNED,
     YES,
     CountHolders,
     DescribeBlocks,
@@ -45,7 +46,11 @@ BUSY_SECONDS = 1.0
 LEAVING_SECONDS = 0.5
 """And for a reader: one that is far away has its bytes a moment before its lease ends here."""
 RETRY_SECONDS = 0.005
+ROUND_SECONDS = 0.05
+ROUNDS = 16
+"""In which a removal asks the other nodes, at most: usually once, and once more where some had a copy."""
 DIRECTORY_SECONDS = 0.05
+REFUSED = (LEASED, PINNED, BUSY)
 
 
 class Desk:
@@ -157,17 +162,39 @@ class Desk:
             outcomes = [next(again) if at in passing else outcome for at, outcome in enumerate(outcomes)]
         if question.here:
             return marks(outcomes)
-        elsewhere = await self._neighbours.remove(space, keys, ANSWER_SECONDS)
-        return marks(_worse(mine, theirs) for mine, theirs in zip(outcomes, elsewhere, strict=True))
+        if not self._neighbours.is_alone:
+            await self._remove_elsewhere(space, keys, outcomes)
+        return marks(outcomes)
+
+    async def _remove_elsewhere(self, space: KeySpaceId, keys: Sequence[BlockKey], outcomes: list[int]) -> None:
+        """From all other nodes, until none of them has it: one may get it from another that was not asked yet.
+
+        `outcomes`: what has become of it here; then, of it in the pool.
+        """
+        until = time.monotonic() + ANSWER_SECONDS
+        reader_until = time.monotonic() + LEAVING_SECONDS
+        asked, removed = list(range(len(keys))), [outcome == YES for outcome in outcomes]
+        for _ in range(ROUNDS):
+            some = [keys[at] for at in asked]
+            theirs = await self._neighbours.remove(space, some, max(0.0, until - time.monotonic()))
+            # This node, too, may have got it meanwhile.
+            mine = self._ledger.catalogue.remove(space, some)
+            for at, here, there in zip(asked, mine, theirs, strict=True):
+                removed[at] |= YES in (here, there)
+                refusal = here if here in REFUSED else there
+                outcomes[at] = refusal if refusal in REFUSED else YES if removed[at] else NO
+            is_late = time.monotonic() >= reader_until
+            asked = [
+                at
+                for at, here, there in zip(asked, mine, theirs, strict=True)
+                if YES in (here, there) or (outcomes[at] in (LEASED, BUSY) and not is_late)
+            ]
+            if not asked:
+                return
+            if any(outcomes[at] in (LEASED, BUSY) for at in asked):
+                await asyncio.sleep(ROUND_SECONDS)
 
 
 def _passing(outcomes: Sequence[int], waits: Mapping[int, float], waited: float) -> dict[int, None]:
     """Those, by their place, whose refusal is waited for still. `waits`: for how long each kind is."""
     return {at: None for at, outcome in enumerate(outcomes) if waited < waits.get(outcome, 0.0)}
-
-
-def _worse(mine: int, theirs: int) -> int:
-    """Of two nodes' answers to one removal: a refusal counts most, then that something was removed."""
-    if mine in (NO, YES) and theirs in (NO, YES):
-        return max(mine, theirs)
-    return theirs if mine in (NO, YES) else mine

@@ -55,7 +55,12 @@ class Fetcher:
     def _pull(self, source: NodePeer, space: KeySpace, keys: Sequence[BlockKey], time_left: float) -> Future[int]:
         # The room has an owner of its own: whoever asked for the fetch may die while Messenger writes into the room.
         owner = self._ledger.own_client()
-        room = self._ledger.rooms.open(owner, space, keys)
+        copy = self._ledger.copies.begin(space.id, keys)
+        try:
+            room = self._ledger.rooms.open(owner, space, keys, gone=copy.gone)
+        except BaseException:
+            self._ledger.copies.end(copy)
+            raise
         wanted: list[int] = []
         for index in room.lacking:
             if room.blocks[index] is None:
@@ -65,6 +70,10 @@ class Fetcher:
 
         def on_block(position: int, checksums: Sequence[int]) -> None:
             self._ledger.rooms.complete(owner, room.id, [(wanted[position], 0, space.runs)], checksums)
+
+        def end() -> None:
+            self._ledger.copies.end(copy)
+            self._ledger.rooms.close(owner, room.id)
 
         try:
             pulled = self._messenger.read(
@@ -77,10 +86,10 @@ class Fetcher:
                 group=ReadGroup(space.runs),
             )
         except BaseException:
-            self._ledger.rooms.close(owner, room.id)
+            end()
             raise
         # Only the future's end means that nothing is written any more, whether or not somebody still waits for it.
-        pulled.add_done_callback(lambda _: self._ledger.rooms.close(owner, room.id))
+        pulled.add_done_callback(lambda _: end())
         return pulled
 
 

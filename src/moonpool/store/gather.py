@@ -181,7 +181,7 @@ class Gatherer:
             elif error is not None:
                 log.error("fetch of %d blocks from %s failed", len(keys), node.id, exc_info=error)
             self._forget(pull)
-            pull.let_go()
+            pull.end()
 
         finished.add_done_callback(over)
         return pull
@@ -210,6 +210,7 @@ class _Pull:
         self._ledger = ledger
         self._until = until
         self._owner: ClientId = ledger.own_client()
+        self._copy = ledger.copies.begin(space.id, keys)
         self._rooms: list[Room] = []
         self._lock = threading.Lock()
         self._claims = 2
@@ -223,6 +224,11 @@ class _Pull:
         request = GetBlocks(self.space, packed(keys), 0, self.space.runs, time_left, here=True)
         asking.get(channel, request, lambda given: self._open(request, given), self._landed, self._until)
 
+    def end(self) -> None:
+        """The transfer's end."""
+        self._ledger.copies.end(self._copy)
+        self.let_go()
+
     def let_go(self) -> None:
         with self._lock:
             self._claims -= 1
@@ -233,7 +239,7 @@ class _Pull:
 
     def _open(self, request: GetBlocks, given: Given) -> list[list[Bytes] | None]:
         keys = [key for key, mark in zip(unpacked(request.keys), given.marks, strict=True) if mark == YES]
-        room = self._ledger.rooms.open(self._owner, self.space, keys, metas=given.metas)
+        room = self._ledger.rooms.open(self._owner, self.space, keys, metas=given.metas, gone=self._copy.gone)
         self._rooms.append(room)
         self.without_room = [key for key, block in zip(keys, room.blocks, strict=True) if block is None]
         return [

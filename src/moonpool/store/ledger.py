@@ -2,7 +2,7 @@
 
 Every method may be called from any thread and returns at once (`claims.take_when_free` excepted). What the ledger calls
 back is called under its lock and may only wake somebody. Whoever has a part of that state (`Leases`, `Bookings`,
-`Claims`, `Catalogue`, `Pins`, `Shelf`, `Watches`) has the same lock.
+`Claims`, `Catalogue`, `Copies`, `Pins`, `Shelf`, `Watches`) has the same lock.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from moonpool.store.blocks import Blocks
 from moonpool.store.board import Board
 from moonpool.store.bookings import Bookings
 from moonpool.store.catalogue import Catalogue
+from moonpool.store.copies import Copies
 from moonpool.store.extents import Extents
 from moonpool.store.leases import Leases
 from moonpool.store.overdue import Holding
@@ -46,7 +47,8 @@ class Ledger:
         self.shelf = Shelf(self._lock, self._blocks, self._announcements.note)
         self.pins = Pins(self._lock, self._blocks, self.shelf)
         self.watches = Watches(self._lock, self._blocks)
-        self.catalogue = Catalogue(self._lock, self._blocks, self.shelf, self.pins)
+        self.copies = Copies(self._lock)
+        self.catalogue = Catalogue(self._lock, self._blocks, self.shelf, self.pins, self.copies)
         self._quotas = Quotas()
         self.leases = Leases(self._lock, self._blocks, self.shelf, self._quotas)
         self.rooms = Bookings(self._lock, self._blocks, self.shelf, self._quotas, self.leases, on_room_ended)

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 LOCATE_SECONDS = 1.0
 SILENCE_SECONDS = 5.0
 """After an answer that did not come the Conductor is not asked for so long: everybody would wait for nothing."""
+PASSING_SECONDS = 1.0
+"""What a removal waits for a node that, as far as the directory knows, has nothing of it."""
 KEYS_A_QUESTION = 2048
 MAX_OUTSTANDING = 1024
 
@@ -84,25 +86,37 @@ class Neighbours:
     async def remove(self, space: KeySpaceId, keys: Sequence[BlockKey], seconds: float) -> list[int]:
         """Remove these blocks from all other nodes; for each key YES, NO or why one of them refused.
 
-        Raises PoolError where a node that has some of them is not reached.
+        The directory is behind by what came a moment ago, so all are asked. Raises PoolError where one that has some of
+        them, as far as the directory knows, is not reached; another one's copies are as lost as it is.
         """
-        by_node: dict[NodePeer, list[int]] = {}
-        for position, nodes in enumerate(await self.holders(space, keys, seconds)):
-            for node in nodes:
-                by_node.setdefault(node, []).append(position)
-        outcomes = [NO] * len(keys)
         until = time.monotonic() + seconds
-        for node, positions in by_node.items():
-            question = Remove(space, packed([keys[position] for position in positions]), here=True)
-            try:
-                marks = await asyncio.wrap_future(
-                    self._messenger.carry(node.data_address, _Removal(question, until), until - time.monotonic())
-                )
-            except TransferError as e:
-                raise PoolError(f"not removed from {node.id}: {e}") from None
-            for position, outcome in zip(positions, marks, strict=True):
-                if outcomes[position] in (NO, YES):
-                    outcomes[position] = max(outcomes[position], outcome)
+        found = await self.holders(space, keys, seconds)
+        known = {node.id for nodes in found for node in nodes}
+        fleet = self._fleet()
+        others = {node.id: node for node in fleet.nodes if node.id != self._link.me.id} if fleet is not None else {}
+        others |= {node.id: node for nodes in found for node in nodes}
+        question = Remove(space, packed(keys), here=True)
+        limits = [until if id_ in known else min(until, time.monotonic() + PASSING_SECONDS) for id_ in others]
+        transfers = [
+            asyncio.wrap_future(
+                self._messenger.carry(node.data_address, _Removal(question, limit), limit - time.monotonic())
+            )
+            for node, limit in zip(others.values(), limits, strict=True)
+        ]
+        answers = await asyncio.gather(*transfers, return_exceptions=True)
+        outcomes = [NO] * len(keys)
+        for id_, marks in zip(others, answers, strict=True):
+            if isinstance(marks, TransferError) and id_ not in known:
+                log.warning("blocks are removed without asking %s: %s", id_, marks)
+            elif isinstance(marks, TransferError):
+                raise PoolError(f"not removed from {id_}: {marks}")
+            elif isinstance(marks, BaseException):
+                raise marks
+            else:
+                outcomes = [
+                    max(mine, theirs) if mine in (NO, YES) else mine
+                    for mine, theirs in zip(outcomes, marks, strict=True)
+                ]
         return outcomes
 
     async def replicate(self, space: KeySpace, keys: Sequence[BlockKey], copies: int, seconds: float) -> list[int]:

@@ -6,7 +6,7 @@ read or write them have closed it or died. Not thread-safe: the ledger's lock co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NewType
@@ -14,7 +14,7 @@ from typing import NewType
 from moonpool.core.vocabulary import BLOCK_KEY_BYTES, BlockKey, BlockMeta, KeySpace, Peer, RequestId
 from moonpool.errors import PoolError
 from moonpool.messenger.transfer import TAIL
-from moonpool.store.blocks import Block, Blocks
+from moonpool.store.blocks import Block, Blocks, Name
 from moonpool.store.extents import page_aligned
 
 ClientId = NewType("ClientId", int)
@@ -48,6 +48,8 @@ class Room:
     readers: set[ClientId] = field(default_factory=set)
     """Local clients that were given the contents."""
     waiters: dict[Waiter, ClientId] = field(default_factory=dict)
+    gone: Collection[Name] = ()
+    """Blocks that were removed since they were asked for elsewhere (`copies`): they do not become readable."""
     unfinished: int = 0
     """The room's own blocks, the tail included, that are not complete."""
     ended: bool = False
@@ -178,7 +180,11 @@ def finish_blocks(blocks: Blocks, room: Room, written: Sequence[Block], on_finis
 def _finish(blocks: Blocks, room: Room, finished: Sequence[Block], on_finished: Callable[[Room], None]) -> None:
     if finished:
         room.unfinished -= len(finished)
-        blocks.promote(room.space, [block for block in finished if block.key is not None])
+        keyed = [block for block in finished if block.key is not None]
+        if room.gone:
+            blocks.settle([block for block in keyed if block.name in room.gone])
+            keyed = [block for block in keyed if block.name not in room.gone]
+        blocks.promote(room.space, keyed)
         if not room.unfinished:
             on_finished(room)
 

@@ -54,14 +54,15 @@ class Streamer:
         is_fetched = call.source is not None and call.source.data_address != self._own_address and call.time_left > 0
         here, borrowed = shelf.borrow(space.id, keys)
         reach = max(here, min(call.fetched, len(keys))) if is_fetched else here
-        owner = self._ledger.own_client()
+        owner, copy = self._ledger.own_client(), self._ledger.copies.begin(space.id, keys[here:reach])
         try:
             self._ledger.rooms.check_share(client, space, reach)
             metas = [BlockMeta(keys[index - 1] if index else None, index) for index in range(reach)]
             for index, shelved in borrowed:
                 metas[index] = BlockMeta(shelved.parent, shelved.index, shelved.tokens)
-            room = self._ledger.rooms.open(owner, space, keys[:reach], metas=metas)
+            room = self._ledger.rooms.open(owner, space, keys[:reach], metas=metas, gone=copy.gone)
         except PoolError:
+            self._ledger.copies.end(copy)
             shelf.give_back([shelved for _, shelved in borrowed])
             raise
         saved = {index: shelved for index, shelved in borrowed if shelved.space == space}
@@ -69,11 +70,13 @@ class Streamer:
         try:
             self._ledger.rooms.share(client, room, len(keys), len(blocks))
         except PoolError:
+            self._ledger.copies.end(copy)
             self._ledger.rooms.close(owner, room.id)
             shelf.give_back([shelved for _, shelved in borrowed])
             raise
 
         def end() -> None:
+            self._ledger.copies.end(copy)
             shelf.give_back([shelved for _, shelved in borrowed], coming.damaged)
             self._ledger.rooms.close(owner, room.id)
 
