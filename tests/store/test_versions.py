@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from moonpool.core.vocabulary import BlockKey
+from moonpool.errors import PoolError
 from moonpool.messenger.transfer import Bytes
 from moonpool.store.rooms import ClientId, Room
 
-from .kit import BLOCK, SPACE, bytes_of, keys_of, run_checksums
+from .kit import BLOCK, SECONDS, SPACE, bytes_of, eventually, keys_of, run_checksums
 from .tiered import CLIENT, Tiered
 
 OTHER = ClientId(2)
@@ -76,3 +80,24 @@ def test_an_ssd_that_is_late_brings_no_other_version(tmp_path: Path) -> None:
         tiers.ledger.shelf.add_volume(64 * BLOCK, entries, is_late=True)
         assert tiers.ledger.shelf.find((SPACE.id, KEY)) is None
         assert tiers.ledger.shelf.find((SPACE.id, KEYS[1])) is not None
+
+
+def test_who_is_refused_while_the_ssd_writes_is_told_to_try_again(tmp_path: Path) -> None:
+    with Tiered(tmp_path, dram_blocks=2) as tiers:
+        slab = tiers.disks._volumes[0].slab
+        may_go_on, write = threading.Event(), slab.write
+
+        def wait(offset: int, buffers: Sequence[Bytes]) -> None:
+            may_go_on.wait(SECONDS)
+            write(offset, buffers)
+
+        slab.write = wait  # type: ignore[method-assign]
+        try:
+            tiers.put(KEYS[:2])
+            eventually(lambda: bool(tiers.ledger._blocks.saving), "the SSD writes")
+            with pytest.raises(PoolError, match=f"{BLOCK} evictable bytes are just being written to an SSD"):
+                tiers.ledger.rooms.open_each(OTHER, SPACE, KEYS[2:4], ())
+        finally:
+            may_go_on.set()
+        eventually(lambda: not tiers.ledger._blocks.saving, "it has written")
+        tiers.ledger.rooms.close(OTHER, tiers.ledger.rooms.open_each(OTHER, SPACE, KEYS[2:4], ()).id)

@@ -123,7 +123,7 @@ class Blocks:
 
     def could_hold(self, nbytes: int) -> bool:
         """False means that not even an empty list of unpinned blocks would make this much room."""
-        return nbytes <= self.extents.free + self.eviction.evictable_bytes - self._saving_bytes()
+        return nbytes <= self.extents.free + self.eviction.evictable_bytes - self.saving_bytes()
 
     def allocate(
         self, space: KeySpace, key: BlockKey, parent: BlockKey | None, index: int, tokens: bytes
@@ -150,7 +150,7 @@ class Blocks:
             return None
         offset = self.extents.allocate(nbytes)
         while offset is None:
-            candidates = self.eviction.victims(page_aligned(nbytes) + self._saving_bytes())
+            candidates = self.eviction.victims(page_aligned(nbytes) + self.saving_bytes())
             victims = [name for name in candidates if name not in self.saving]
             if not victims:
                 return None
@@ -272,7 +272,7 @@ class Blocks:
         name = self.places.get(offset)
         return name is not None and name not in self.saving and not self.eviction.pins(name)
 
-    def _saving_bytes(self) -> int:
+    def saving_bytes(self) -> int:
         """Of the blocks that would be evictable if they were not being written to an SSD."""
         return sum(page_aligned(block.nbytes) for name, block in self.saving.items() if not self.eviction.pins(name))
 

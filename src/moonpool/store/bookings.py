@@ -354,8 +354,12 @@ class Bookings:
         return (
             f"no room for {blocks} blocks of {space.block_bytes} bytes: of {extents.capacity} bytes {extents.free} are "
             f"free and {self._blocks.eviction.evictable_bytes} evictable, the rest is leased, pinned or being written; "
-            "release or unpin some, or give the node more DRAM"
+            f"release or unpin some, or give the node more DRAM{self._may_come()}"
         )
+
+    def _may_come(self) -> str:
+        saving = self._blocks.saving_bytes()
+        return f"; {saving} evictable bytes are just being written to an SSD: put again in a moment" if saving else ""
 
     def _open(
         self,
