@@ -15,6 +15,7 @@ from moonpool.core.vocabulary import (
     BLOCK_KEY_BYTES,
     BlockKey,
     BlockMeta,
+    Count,
     Incarnation,
     KeySpace,
     KeySpaceId,
@@ -78,7 +79,7 @@ class CountHolders(Struct, frozen=True, tag=True):
 
     space: KeySpace
     keys: bytes
-    copies: int = 0
+    copies: Count = 0
 
 
 class DescribeBlocks(Struct, frozen=True, tag=True):
