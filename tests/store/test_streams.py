@@ -233,7 +233,7 @@ def test_layers_of_two_copies_are_no_block(node: NodePeer, join: Join, by_layers
         source = replace(node, data_address=server.address)
         with client.stream(SPACE, keys, source, 2, 60.0).result(SECONDS) as found:
             eventually(lambda: found.is_over, "it is over")
-            assert found.runs == 1
+            assert found.runs <= 1, "whichever layer was read first"
         with client.lease(SPACE, keys[1:]).result(SECONDS) as lease:
             assert lease.count == 0
 
