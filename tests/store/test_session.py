@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import select
 import socket
 from collections.abc import Callable, Iterator
@@ -80,10 +81,12 @@ def test_a_client_that_takes_no_answers_is_not_listened_to_and_loses_none(node: 
         (OpenEach(1, SPACE, PACKED, ({"parent": None},)), "Expected `array`, got `object`"),  # type: ignore[arg-type]
         (Commit(1, 99, b""), "no room 99 to commit"),
         (LeaseEach(1, msgspec.structs.replace(SPACE, runs=0), PACKED, 1.0, False), "Expected `int` >= 1"),
+        (LeaseEach(1, msgspec.structs.replace(SPACE, run_bytes=0), PACKED, 1.0, False), "Expected `int` >= 1"),
+        (LeaseEach(1, SPACE, PACKED, math.nan, False), "Expected `float`"),
         (LeaseEach(1, SPACE, b"short", 1.0, False), "no whole block keys"),
         (Ask(1, Exists(SPACE.id, b"short")), None),
     ],
-    ids=["metas", "no room", "layout", "short keys", "keys"],
+    ids=["metas", "no room", "no runs", "empty runs", "no time", "short keys", "keys"],
 )
 def test_what_cannot_be_is_refused(node: NodePeer, raw: Raw, call: Call, reason: str | None) -> None:
     raw.say(call)
