@@ -35,6 +35,7 @@ def test_serving_without_the_engines_packages_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(machine, "lacking_packages", lambda: ["torch"])
+    monkeypatch.setattr("moonpool.command.serve.log_to_stderr", lambda *_: None)  # this process's log is the tests'
     with pytest.raises(ConfigError, match="no torch, which serving a model takes: pip install"):
         serve(Config(), None, lambda _: pytest.fail("a model is looked for"))
     assert cli._failed(ModuleNotFoundError("No module named 'torch'", name="torch")) == 2
