@@ -176,7 +176,8 @@ def test_what_is_given_up_is_not_computed_while_its_layers_are_stored(
             store(*arguments)
 
     def watched(page: int) -> None:
-        assert not storing.locked()
+        # The first pages are the prompt's first blocks; those that were never hits may be cleared at any time.
+        assert page >= 2 or not storing.locked()
         clear(page)
 
     monkeypatch.setattr(PrefillWorker, "_store_hits", slowly_stored)

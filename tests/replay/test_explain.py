@@ -24,7 +24,7 @@ ROUGH = ConductorConfig(slo=Slo(ttft=20.0, tbt=2.0))
 def test_the_journal_tells_what_the_cluster_told(policy: str, tmp_path: Path) -> None:
     config = msgspec.structs.replace(ROUGH, placement=policy)
     scene = kit.record(config, tmp_path, most_bytes=1 << 20, requests=50)
-    assert len(journal.segments_in(tmp_path)) >= 3
+    assert len(journal.segments_in(tmp_path)) >= 2
     outcomes = set()
     for i in range(0, 50, 7):
         live = kit.stories_of(scene, f"label-{i}")
