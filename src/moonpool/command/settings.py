@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -49,13 +50,13 @@ class Key(msgspec.Struct, frozen=True):
 def keys_of(sections: Iterable[str] = Config.__struct_fields__) -> dict[str, Key]:
     """The keys of these sections of the tree, by name, in the tree's order."""
     wanted = set(sections)
-    found = {}
-    for section in Config.__struct_fields__:
-        described = shape.type_info(_section_type(section))
-        if section in wanted and isinstance(described, shape.StructType):
-            keys = (_key(section, field) for field in described.fields)
-            found.update({key.name: key for key in keys})
-    return found
+    return {key.name: key for section in Config.__struct_fields__ if section in wanted for key in _keys(section)}
+
+
+@cache
+def _keys(section: str) -> tuple[Key, ...]:
+    described = shape.type_info(_section_type(section))
+    return tuple(_key(section, field) for field in described.fields) if isinstance(described, shape.StructType) else ()
 
 
 def read_config(
