@@ -105,14 +105,22 @@ def gateway(config: Config, token: str | None) -> int:
 
 
 @app.command(rich_help_panel="Parts, each started alone")
-@with_flags("part", "placement", "journal", "log", others=CLUSTER)
+@with_flags(
+    *("part", "placement", "journal", "log"),
+    others=CLUSTER,
+    without=("conductor", "node", "data-port", "run-dir"),
+)
 def conductor(config: Config, token: str | None) -> int:
     """The Conductor alone: the global scheduler that all parts join."""
     return _run(config, "conductor", partial(_conductor_alone, config, token))
 
 
 @app.command(rich_help_panel="Parts, each started alone")
-@with_flags("part", "pool", "log", others=CLUSTER)
+@with_flags(
+    *("part", "pool", "log"),
+    others=CLUSTER,
+    without=("node", "block-size", "prefill-pages", "decode-pages"),
+)
 def node(config: Config, token: str | None) -> int:
     """A node: this machine's arena of KVCache blocks."""
     return _run(config, "node-0", partial(_node, config, token))

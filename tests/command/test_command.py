@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -126,6 +127,40 @@ def test_every_command_has_help(runtime: Path) -> None:
         result = moonpool(*command.split(), "--help", runtime=runtime)
         assert result.returncode == 0
         assert command in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "own", "foreign"),
+    [
+        (
+            "node",
+            ("--conductor", "--data-port", "--run-dir", "--dram-per-node", "--ssd-dir", "--lease-limit"),
+            ("--node", "--block-size", "--prefill-pages", "--decode-pages"),
+        ),
+        (
+            "conductor",
+            ("--control-port", "--bind", "--placement", "--queue-bound", "--journal"),
+            ("--conductor", "--node", "--data-port", "--run-dir"),
+        ),
+    ],
+    ids=["node", "conductor"],
+)
+def test_a_parts_help_lists_what_that_part_goes_by(
+    command: str, own: tuple[str, ...], foreign: tuple[str, ...], runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # else names are cut off
+    listed = set(re.findall(r"--[a-z][a-z-]*", moonpool(command, "--help", runtime=runtime).stdout))
+    assert listed >= set(own)
+    assert not listed & set(foreign)
+
+
+def test_one_file_serves_every_part(tmp_path: Path, runtime: Path) -> None:
+    file = tmp_path / "moonpool.yaml"
+    file.write_text("block-size: 32\nprefill-pages: 8\nnode: node-3\ndata-port: 1\nconductor: 'nowhere'\n")
+    result = moonpool("node", "--config", str(file), runtime=runtime)
+    assert (result.returncode, "nowhere" in result.stderr) == (2, True), result.stderr
+    refused = moonpool("node", "--block-size", "32", runtime=runtime)
+    assert (refused.returncode, "no such option" in refused.stderr.lower()) == (2, True), refused.stderr
 
 
 def test_version(runtime: Path) -> None:

@@ -107,3 +107,19 @@ def test_a_commit_without_a_checksum_for_each_run_is_refused(raw: Raw, checksums
     assert isinstance(refused, RefusedCall)
     assert "checksums" in refused.reason
     assert told == Told(3, Marks(b"\0\0"))
+
+
+def test_a_client_with_an_endless_name_is_let_in_and_named_briefly(
+    node: NodePeer, join: Join, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "moonpool.store.session")
+    name = "me\n12:00:00 error the node is on fire\x1b[2J" + "x" * (1 << 20)
+    client = NodeClient.connect(node.socket_path, name=name, incarnation=name)
+    try:
+        assert client.stats().result(SECONDS)["clients"] == 1
+    finally:
+        client.close()
+    (joined,) = (record.getMessage() for record in caplog.records if record.getMessage().endswith(" joined"))
+    assert joined.startswith("client me\\n12:00:00 error the node")
+    assert joined.isprintable()
+    assert len(joined) < 300

@@ -28,12 +28,15 @@ TokenFile = Annotated[
 ]
 
 
-def with_flags(*sections: str, others: tuple[str, ...] = ()) -> Callable[[Command], Callable[..., int]]:
+def with_flags(
+    *sections: str, others: tuple[str, ...] = (), without: tuple[str, ...] = ()
+) -> Callable[[Command], Callable[..., int]]:
     """Turn `command(config, token)` into a function whose parameters are the flags of these sections.
 
-    A YAML file may hold the keys of `others` sections too, so that one file serves every part of a cluster.
+    A YAML file may hold the keys of `others` sections too, and those of `without`, which are no flags of this command:
+    so that one file serves every part of a cluster.
     """
-    keys = keys_of(sections)
+    keys = {name: key for name, key in keys_of(sections).items() if name not in without}
 
     def decorate(command: Command) -> Callable[..., int]:
         def run(config: Path | None, cluster_token_file: Path | None, **flags: Raw) -> int:

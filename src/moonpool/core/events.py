@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 
 from moonpool.core.actions import Place
 from moonpool.core.vocabulary import (
+    MAX_ADDRESS_CHARS,
     BlockKey,
     Capacity,
     Chain,
@@ -43,11 +44,11 @@ class Registered(Struct, frozen=True, tag=True):
     """Workers only: the half-open range of layers held. A prefill instance has the whole model, in all its stages."""
     node: PartId | None = None
     """Workers only: the node whose arena this worker maps."""
-    data_address: str = ""
+    data_address: Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS)] = ""
     """Nodes only: where Messenger's tcp transport listens."""
-    socket_path: str = ""
+    socket_path: Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS)] = ""
     """Nodes only: the Unix stream socket for clients on the same host."""
-    model: str = ""
+    model: Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS)] = ""
     """Workers only: the served model's name."""
     stages: Annotated[int, Meta(ge=1, le=1 << 10)] = 1
     """Prefill instances only: that its layers are divided over."""

@@ -27,6 +27,8 @@ KeySpaceId = NewType("KeySpaceId", str)
 
 BLOCK_KEY_BYTES = 16
 MAX_ID_CHARS = 256
+MAX_ADDRESS_CHARS = 4096
+"""A path may have as many."""
 
 
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
@@ -131,22 +133,22 @@ class PriorityClass(Struct, frozen=True, forbid_unknown_fields=True):
 class Peer(Struct, frozen=True):
     """One process as others reach it; a message for another incarnation is dropped by the receiver."""
 
-    id: PartId
-    incarnation: Incarnation
-    address: str
+    id: Annotated[PartId, Meta(max_length=MAX_ID_CHARS)]
+    incarnation: Annotated[Incarnation, Meta(max_length=MAX_ID_CHARS)]
+    address: Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS)]
     """Control address, `tcp://host:port`."""
 
 
 class NodePeer(Struct, frozen=True):
     """A node as workers and other nodes reach it."""
 
-    id: PartId
-    incarnation: Incarnation
-    address: str
+    id: Annotated[PartId, Meta(max_length=MAX_ID_CHARS)]
+    incarnation: Annotated[Incarnation, Meta(max_length=MAX_ID_CHARS)]
+    address: Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS)]
     """Control address, `tcp://host:port`."""
-    data_address: str
+    data_address: Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS)]
     """Messenger's tcp transport, `host:port`."""
-    socket_path: str
+    socket_path: Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS)]
     """Unix stream socket for clients on the node's host."""
 
 

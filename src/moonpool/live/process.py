@@ -23,6 +23,7 @@ import msgspec
 
 from moonpool.core.vocabulary import Incarnation, PartId, Peer
 from moonpool.errors import ConfigError, JournalError, ModelError, MoonpoolError, TraceError
+from moonpool.wire.legible import MOST_CHARS, legible
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ class _TextLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
         text = f"{stamp}.{int(record.msecs):03d} {record.levelname.lower():7} {self._part:10} {_message(record)}"
-        return text.replace("\n", "\\n").replace("\r", "\\r")
+        return legible(text)
 
 
 class _JsonLine(logging.Formatter):
@@ -174,7 +175,7 @@ class _JsonLine(logging.Formatter):
             "level": record.levelname.lower(),
             "part": self._part,
             "logger": record.name,
-            "message": _message(record),
+            "message": _message(record)[:MOST_CHARS],
         }
         return msgspec.json.encode(event).decode()
 

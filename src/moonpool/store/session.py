@@ -64,6 +64,7 @@ from moonpool.store.messages import (
 )
 from moonpool.store.rooms import ClientId, Room, RoomId
 from moonpool.store.streaming import Streamer
+from moonpool.wire.legible import legible
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,8 @@ LONGEST_SECONDS = 3600.0
 RECEIVE_BYTES = 1 << 16
 MAX_OUTSTANDING = 1024
 """Calls of one client that wait for something."""
+NAME_CHARS = 64
+"""Of what a client calls itself, in the log."""
 
 
 class Session:
@@ -227,7 +230,7 @@ class Session:
             raise PoolError(f"{type(hello).__name__} came before Hello")
         if hello.protocol != PROTOCOL:
             raise PoolError(f"it speaks version {hello.protocol} of the node's protocol, this node {PROTOCOL}")
-        self.name = f"client {hello.name} ({hello.incarnation})"
+        self.name = f"client {legible(hello.name, NAME_CHARS)} ({legible(hello.incarnation, NAME_CHARS)})"
         # A fresh socket takes this much without waiting; sendmsg is the one call that passes descriptors.
         socket.send_fds(self._socket, [frame(self._welcome)], [self._arena.fd, self._arena.board.fd])
         self._is_greeted = True
