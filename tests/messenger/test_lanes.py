@@ -265,6 +265,42 @@ def test_a_write_whose_connection_dies_is_finished_over_another(messenger: TcpMe
     assert messenger.counters()["resubmissions"] >= 1
 
 
+def test_a_peer_that_never_answers_a_write_is_given_up(one_lane: TcpMessenger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moonpool.messenger.pace.STALL_SECONDS", 0.2)
+    store = MemoryStore(4096, 1)
+    with serving(store) as server:
+        store.gate.clear()
+        began = time.monotonic()
+        with pytest.raises(TransferError, match="stands still"):
+            one_lane.write(server.address, [write_of(0, bytes_of(b"a", 4096), 1)], 600.0).result(SECONDS)
+        assert 0.4 <= time.monotonic() - began < SECONDS
+        store.gate.set()
+        # What comes next has a connection of its own.
+        one_lane.write(server.address, [write_of(1, bytes_of(b"b", 4096), 1)], SECONDS).result(SECONDS)
+    assert np.array_equal(store.rooms[1], bytes_of(b"b", 4096))
+
+
+def test_writes_that_nobody_wants_any_more_end_soon(one_lane: TcpMessenger) -> None:
+    store = MemoryStore(4096, 1)
+    wanted = [True]
+    with serving(store) as server:
+        store.gate.clear()
+        writes = [
+            one_lane.write(
+                server.address, [write_of(block, bytes_of(b"a", 4096), 1)], 600.0, is_wanted=lambda: wanted[0]
+            )
+            for block in range(6)
+        ]
+        wanted[0] = False
+        for write in writes:
+            with contextlib.suppress(TransferError):
+                write.result(SECONDS)
+        assert not store.landed
+        store.gate.set()
+        one_lane.write(server.address, [write_of(9, bytes_of(b"b", 4096), 1)], SECONDS).result(SECONDS)
+        assert np.array_equal(store.rooms[9], bytes_of(b"b", 4096))
+
+
 def test_urgent_work_overtakes_background_work_that_runs_and_waits(one_lane: TcpMessenger) -> None:
     store = MemoryStore(8 * MIB, 8)
     background, urgent = keys_of("background", 4), keys_of("urgent", 1)

@@ -284,7 +284,15 @@ class PrefillWorker:
         source, fetched = (None, 0) if fetch is None else (fetch.source, fetch.first + fetch.count)
         try:
             is_shared = self._group is not None
-            job.sink = Sink(self._engine, self._life.node, self._life.here, self._messenger, work, is_shared=is_shared)
+            job.sink = Sink(
+                self._engine,
+                self._life.node,
+                self._life.here,
+                self._messenger,
+                work,
+                is_shared=is_shared,
+                is_wanted=lambda: not job.dropped,
+            )
             if not job.dropped:
                 stream = await awaited(self._life.node.stream(work.place.space, keys, source, fetched, job.time_left()))
                 try:

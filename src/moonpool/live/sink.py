@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from moonpool.core.vocabulary import BlockKey, NodePeer
 from moonpool.engine.engine import Bytes, Engine
@@ -93,14 +93,16 @@ class Sink:
         is_shared: bool = False,
         home: NodePeer | None = None,
         caching: Sequence[int] = (),
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
         """`is_shared`: the rest of a pipeline group fills the same blocks. `home`: this is its further stage, and of
-        the node there; `caching`: of the leader's sink.
+        the node there; `caching`: of the leader's sink. `is_wanted`: False ends what is on its way elsewhere.
         """
         self._engine = engine
         self._node = node
         self._messenger = messenger
         self._work = work
+        self._is_wanted = is_wanted
         decode = work.place.decode_node
         at_home = home is None or home.id == here.id
         self._remote = "" if decode.id == here.id and at_home else decode.data_address
@@ -174,7 +176,7 @@ class Sink:
             if is_copied:
                 copies.append(self._write(index, layer, [run], digest))
         if copies:
-            self._copies.append(self._messenger.write(self._home, copies, time_left))
+            self._copies.append(self._send(self._home, copies, time_left))
         self._finish(complete, checksums, writes, time_left)
 
     def store_tail(self, layer: int, page: int, tokens: int, time_left: float) -> None:
@@ -195,6 +197,9 @@ class Sink:
         work = self._work
         return RoomWrite(work.request, work.attempt, index, layer, 1, buffers, [digest])
 
+    def _send(self, address: str, writes: Sequence[RoomWrite], time_left: float) -> concurrent.futures.Future[None]:
+        return self._messenger.write(address, writes, time_left, is_wanted=self._is_wanted)
+
     def _finish(
         self,
         complete: list[tuple[int, int, int]],
@@ -205,7 +210,7 @@ class Sink:
         if complete and self._room is not None:
             self._node.complete(self._room, complete, checksums)
         if writes:
-            self._writes.append(self._messenger.write(self._remote, writes, time_left))
+            self._writes.append(self._send(self._remote, writes, time_left))
 
     async def settle(self) -> str | None:
         """Wait until no I/O touches the engine's pages. Returns why the KV did not arrive, or None."""

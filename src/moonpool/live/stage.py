@@ -309,6 +309,7 @@ class StageWorker:
                 work,
                 home=home,
                 caching=order.caching,
+                is_wanted=lambda: not prompt.dropped,
             )
             await prompt.sink.open(order.blocks)
             if order.blocks and not prompt.dropped:

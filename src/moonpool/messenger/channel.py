@@ -11,7 +11,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Final
 
 import msgspec
@@ -277,6 +277,17 @@ class Channel:
             if received >= _LENGTH.size and _LENGTH.unpack(frame[: _LENGTH.size])[0] != nbytes - _LENGTH.size:
                 raise TransferError(f"a frame came where one of {nbytes} bytes was expected, which it has not")
         return _unframed(frame[_LENGTH.size :])
+
+    def await_frame(self, until: float, is_wanted: Callable[[], bool]) -> bool:
+        """Wait until the peer says something or has gone, or until that time; False once nobody wants it any more."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN | select.POLLRDHUP)
+        while not poll.poll(max(0.0, min(until - time.monotonic(), LONGEST_WAIT)) * 1000):
+            if not is_wanted():
+                return False
+            if time.monotonic() >= until:
+                break
+        return True
 
     def shut(self) -> None:
         """Break the connection from any thread: whoever waits for it gets an error at once."""

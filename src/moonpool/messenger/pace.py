@@ -16,13 +16,18 @@ SLOWEST_BYTES = 1 << 20
 
 
 @contextlib.contextmanager
-def moving(nbytes: int, until: float) -> Iterator[float]:
-    """Until when so many bytes are to be here. Raises TransferError where it is not the deadline that ends them."""
-    seconds = STALL_SECONDS + nbytes / SLOWEST_BYTES
+def moving(nbytes: int, until: float, stalls: int = 1) -> Iterator[float]:
+    """Until when so many bytes are to be through. Raises TransferError where it is not the deadline that ends them.
+
+    `stalls`: times that the peer itself may have to wait for as long.
+    """
+    seconds = stalls * (STALL_SECONDS + nbytes / SLOWEST_BYTES)
     limit = min(until, time.monotonic() + seconds)
     try:
         yield limit
     except TimeoutError:
         if limit == until:
             raise
-        raise TransferError(f"{nbytes} bytes did not come within {seconds:.3g} s: the peer stands still") from None
+        raise TransferError(
+            f"{nbytes} bytes did not get through within {seconds:.3g} s: the peer stands still"
+        ) from None

@@ -7,8 +7,12 @@ from collections.abc import Callable, Sequence
 
 from moonpool.errors import TransferError
 from moonpool.messenger.channel import Arriving, Channel, Done, Write
+from moonpool.messenger.pace import moving
 from moonpool.messenger.transfer import Bytes, RoomWrite
 from moonpool.messenger.waiting import RefusedError, Way
+
+ANSWER_STALLS = 2
+"""The node may be receiving these runs over another connection still: that has to stand still first."""
 
 
 class Sending:
@@ -16,11 +20,18 @@ class Sending:
 
     way = Way.OUT
 
-    def __init__(self, writes: Sequence[RoomWrite], until: float, count: Callable[[str, int], None]) -> None:
+    def __init__(
+        self,
+        writes: Sequence[RoomWrite],
+        until: float,
+        count: Callable[[str, int], None],
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.nbytes = sum(item.nbytes for item in writes)
         self._writes = writes
         self._until = until
         self._count = count
+        self._is_wanted = is_wanted
 
     def send(self, channel: Channel) -> None:
         items = tuple(
@@ -32,7 +43,10 @@ class Sending:
         self._count("bytes_sent", self.nbytes)
 
     def receive(self, channel: Channel) -> None:
-        answer = channel.receive_header(self._until)
+        with moving(self.nbytes, self._until, ANSWER_STALLS) as limit:
+            if not channel.await_frame(limit, self._is_wanted):
+                raise TransferError("nobody wants what is written any more")
+            answer = channel.receive_header(limit)
         if not isinstance(answer, Done):
             raise TransferError(f"{type(answer).__name__} came where Done was expected")
         if answer.failure:
@@ -40,14 +54,18 @@ class Sending:
 
     def rest(self) -> Sequence[Sending]:
         # What the node has of it already it will throw away.
-        return (self,)
+        return (self,) if self._is_wanted() else ()
 
     def is_needed(self) -> bool:
-        return True
+        return self._is_wanted()
 
 
 def pieces_to_send(
-    writes: Sequence[RoomWrite], most: int, until: float, count: Callable[[str, int], None]
+    writes: Sequence[RoomWrite],
+    most: int,
+    until: float,
+    count: Callable[[str, int], None],
+    is_wanted: Callable[[], bool] = lambda: True,
 ) -> list[Sending]:
     """Pieces of about `most` bytes, cut between runs."""
     pieces: list[list[RoomWrite]] = [[]]
@@ -64,7 +82,7 @@ def pieces_to_send(
             pieces[-1].append(write if runs == write.runs else _cut(write, first, runs, run_bytes))
             filled += runs * run_bytes
             first += runs
-    return [Sending(piece, until, count) for piece in pieces if piece]
+    return [Sending(piece, until, count, is_wanted) for piece in pieces if piece]
 
 
 def _cut(write: RoomWrite, first: int, runs: int, run_bytes: int) -> RoomWrite:

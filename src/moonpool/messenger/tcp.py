@@ -69,10 +69,18 @@ class TcpMessenger:
         self._closed = False
 
     def write(
-        self, address: str, writes: Sequence[RoomWrite], time_left: float, priority: Priority = Priority.URGENT
+        self,
+        address: str,
+        writes: Sequence[RoomWrite],
+        time_left: float,
+        priority: Priority = Priority.URGENT,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> Future[None]:
-        """Put runs into rooms of the node at `address` (`host:port`); done when the node has verified all of them."""
-        return self._submit(address, self._writing(writes, time_left, priority))
+        """Put runs into rooms of the node at `address` (`host:port`); done when the node has verified all of them.
+
+        `is_wanted` is asked often, from any thread: False ends the write, whatever of it the node has by then.
+        """
+        return self._submit(address, self._writing(writes, time_left, priority, is_wanted))
 
     def read(
         self,
@@ -139,13 +147,15 @@ class TcpMessenger:
 
     # ---- what is to be moved
 
-    def _writing(self, writes: Sequence[RoomWrite], time_left: float, priority: Priority) -> Transfer[None]:
+    def _writing(
+        self, writes: Sequence[RoomWrite], time_left: float, priority: Priority, is_wanted: Callable[[], bool]
+    ) -> Transfer[None]:
         until = _until(time_left)
         for item in writes:
             if len(item.checksums) != item.runs:
                 raise ValueError(f"{item.runs} runs with {len(item.checksums)} checksums")
         most = self._piece_bytes(sum(item.nbytes for item in writes), priority)
-        return Transfer(pieces_to_send(writes, most, until, self._count), until, priority, lambda: None)
+        return Transfer(pieces_to_send(writes, most, until, self._count, is_wanted), until, priority, lambda: None)
 
     def _reading(
         self,
