@@ -107,11 +107,30 @@ def test_a_source_that_lacks_some_or_is_gone_ends_the_stream_with_what_is_whole(
     put(here, keys[:1])
     stored(there, keys[:4])
     with stream(here, keys, far, 6).wait() as found:
-        assert (len(found.views), found.whole) == (6, 4)
-        assert found.runs == 0
+        assert (len(found.views), found.whole, found.runs) == (4, 4, SPACE.runs)
     lost = replace(far, data_address="127.0.0.1:9")
     with stream(here, keys, lost, 6).wait() as found:
-        assert (len(found.views), found.whole) == (6, 4)
+        assert (len(found.views), found.whole) == (4, 4)
+
+
+def test_blocks_that_go_after_the_source_has_said_it_has_them_end_the_stream_with_what_is_whole(
+    node: NodePeer, join: Join, by_layers: None
+) -> None:
+    client, keys, store = join(node), keys_of("a", 6), MemoryStore(BLOCK, SPACE.runs)
+    store.put(keys)
+    put(client, keys[:1])
+    depart = store.depart
+
+    def forgets(*args: object) -> object:
+        store.blocks.pop(keys[4], None)
+        return depart(*args)  # type: ignore[arg-type]
+
+    store.depart = forgets  # type: ignore[method-assign, assignment]
+    with serving(store) as server:
+        source = replace(node, data_address=server.address)
+        with client.stream(SPACE, keys, source, 6, 60.0).result(SECONDS) as found:
+            eventually(lambda: found.is_over, "it is over")
+            assert (len(found.views), found.whole, found.runs) == (6, 4, 0)
 
 
 @pytest.mark.parametrize("cut_after", [None, 30_000])
@@ -196,10 +215,13 @@ def test_a_stream_counts_in_a_clients_quota(conductor: Conductor, join: Join) ->
 
 def test_a_dead_node_ends_its_streams(conductor: Conductor, join: Join) -> None:
     far = conductor.start_node("node-1")
-    with conductor.process_node("node-9") as (node, process), socket.create_server(("127.0.0.1", 0)) as mute:
+    store = MemoryStore(BLOCK, SPACE.runs)
+    store.put(keys_of("a", 4))
+    store.gate.clear()
+    with conductor.process_node("node-9") as (node, process), serving(store) as server:
         client = NodeClient.connect(node.socket_path, name="client", incarnation="1")
         put(client, keys_of("a", 2))
-        silent = replace(far, data_address=f"127.0.0.1:{mute.getsockname()[1]}")
+        silent = replace(far, data_address=server.address)
         found = client.stream(SPACE, keys_of("a", 4), silent, 4, 60.0).result(SECONDS)
         assert (found.whole, found.is_over) == (2, False)
         process.kill()
@@ -289,4 +311,9 @@ def test_what_is_refused_or_cannot_come_costs_no_blocks(conductor: Conductor, jo
     with pytest.raises(PoolError, match="a stream of"):
         client.stream(SPACE, keys_of("b", 9), nowhere, 9, 60.0).result(SECONDS)
     assert client.fetch(nowhere, SPACE, keys_of("b", 16), 60.0).result(SECONDS) == 0
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        mute = replace(node, data_address=f"127.0.0.1:{listening.getsockname()[1]}")
+        for source in (nowhere, mute):
+            with client.stream(SPACE, keys_of("b", 8), source, 8, 60.0).result(SECONDS) as found:
+                assert (len(found.views), found.is_over) == (0, True)
     assert client.stats().result(SECONDS)["blocks"] == 16

@@ -8,11 +8,11 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from moonpool.core.vocabulary import BlockKey, KeySpace, NodePeer
+from moonpool.core.vocabulary import BlockKey, KeySpace, KeySpaceId, NodePeer
 from moonpool.errors import TransferError
 from moonpool.messenger.asking import ask
 from moonpool.messenger.channel import Channel
-from moonpool.messenger.questions import YES, Exists, Marks, packed
+from moonpool.messenger.questions import KEYS_A_QUESTION, YES, Exists, Marks, packed
 from moonpool.messenger.receiving import ReadGroup
 from moonpool.messenger.tcp import TcpMessenger
 from moonpool.store.arena import Arena
@@ -42,7 +42,7 @@ class Fetcher:
             return readable
         self._ledger.check_takes(space)
         until = time.monotonic() + time_left
-        there = _There(Exists(space.id, packed(keys), here=True), until)
+        there = There(space.id, keys, until)
         try:
             # Room is made only for what comes: that may cost other blocks.
             count = await asyncio.wrap_future(self._messenger.carry(source.data_address, there, time_left))
@@ -93,15 +93,23 @@ class Fetcher:
         return pulled
 
 
-class _There:
+class There:
     """How many leading blocks another node has. It may be asked twice."""
 
-    def __init__(self, question: Exists, until: float) -> None:
-        self._question = question
+    def __init__(self, space: KeySpaceId, keys: Sequence[BlockKey], until: float) -> None:
+        self._space = space
+        self._keys = keys
         self._until = until
 
     def __call__(self, channel: Channel) -> int:
-        reply = ask(channel, self._question, self._until)
-        if not isinstance(reply, Marks) or len(reply.marks) * 16 != len(self._question.keys):
-            raise TransferError(f"{type(reply).__name__} came as the answer to Exists")
-        return next((count for count, mark in enumerate(reply.marks) if mark != YES), len(reply.marks))
+        leading = 0
+        for start in range(0, len(self._keys), KEYS_A_QUESTION):
+            part = self._keys[start : start + KEYS_A_QUESTION]
+            reply = ask(channel, Exists(self._space, packed(part), here=True), self._until)
+            if not isinstance(reply, Marks) or len(reply.marks) != len(part):
+                raise TransferError(f"{type(reply).__name__} came as the answer to Exists")
+            found = next((count for count, mark in enumerate(reply.marks) if mark != YES), len(part))
+            leading += found
+            if found < len(part):
+                break
+        return leading

@@ -259,6 +259,8 @@ class Session:
                 self._start(call.serial, self._await_room(call))
             case LeaseBlocks() if self._loader.is_needed(call.space.id, call.keys):
                 self._start(call.serial, self._load_and_lease(call))
+            case StreamBlocks() if call.source is not None and call.fetched:
+                self._start(call.serial, self._stream(call))
             case FetchBlocks():
                 self._start(call.serial, self._fetch(call))
             case Ask():
@@ -344,6 +346,13 @@ class Session:
 
     async def _ask(self, call: Ask) -> None:
         self._send(Told(call.serial, await self._desk.answer(call.question)))
+
+    async def _stream(self, call: StreamBlocks) -> None:
+        try:
+            answer = self._answered(await self._streamer.asked(self._client, call))
+        except PoolError as e:
+            answer = RefusedCall(call.serial, str(e))
+        self._send(answer)
 
     async def _fetch(self, call: FetchBlocks) -> None:
         try:

@@ -5,13 +5,16 @@ Whoever computes on them begins when the first layer of all of them is there; th
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
 import numpy as np
+from msgspec.structs import replace
 
 from moonpool.core.vocabulary import BlockMeta, KeySpace
 from moonpool.errors import PoolError, TransferError
@@ -19,8 +22,10 @@ from moonpool.messenger.receiving import ReadGroup
 from moonpool.messenger.tcp import TcpMessenger
 from moonpool.store.arena import Arena
 from moonpool.store.blocks import Block
+from moonpool.store.catalogue import HERE
 from moonpool.store.disks import Disks
 from moonpool.store.extents import page_aligned
+from moonpool.store.fetch import There
 from moonpool.store.index import Shelved
 from moonpool.store.ledger import Ledger
 from moonpool.store.messages import Arrived, StreamBlocks, Streaming
@@ -35,8 +40,12 @@ FETCH_BYTES = 1 << 20
 Tell = Callable[[Arrived], None]
 
 
+ASK_SECONDS = 1.0
+"""The most that a source may take to say what it has: it is asked first, for room may cost other blocks."""
+
+
 class Streamer:
-    """Thread-safe, and never waits."""
+    """`begin` may be called from any thread, and never waits."""
 
     def __init__(self, arena: Arena, ledger: Ledger, disks: Disks, messenger: TcpMessenger, own_address: str) -> None:
         self._arena = arena
@@ -44,6 +53,31 @@ class Streamer:
         self._disks = disks
         self._messenger = messenger
         self._own_address = own_address
+
+    async def asked(self, client: ClientId, call: StreamBlocks) -> StreamBlocks:
+        """The same, with no more to be fetched than the source says it has: nothing of one that is gone.
+
+        Raises PoolError as `begin`.
+        """
+        source, space = call.source, call.space
+        keys = call.keys[: call.fetched]
+        if source is None or source.data_address == self._own_address or call.time_left <= 0:
+            return call
+        self._ledger.rooms.check_share(client, space, len(keys))
+        places = self._ledger.catalogue.places(space.id, keys)
+        here = next((index for index, place in enumerate(places) if place not in HERE), len(keys))
+        if here == len(keys):
+            return call
+        began = time.monotonic()
+        seconds = min(ASK_SECONDS, call.time_left)
+        there = There(space.id, keys[here:], began + seconds)
+        try:
+            found = await asyncio.wrap_future(self._messenger.carry(source.data_address, there, seconds))
+        except TransferError as e:
+            log.warning("%d blocks do not come from %s: %s", len(keys) - here, source.id, e)
+            found = 0
+        left = call.time_left - (time.monotonic() - began)
+        return replace(call, fetched=here + found if found else 0, time_left=left)
 
     def begin(self, client: ClientId, call: StreamBlocks, tell: Tell) -> Streaming:
         """The client reads the room from now on; `tell` (on whatever thread) says what of it has come.
