@@ -7,13 +7,14 @@ PY := .venv/bin/python -P
 INSTALLED := .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-vllm demo-vllm soak check bench bench-int8 bench-journal bench-core bench-overload bench-pipeline bench-scale bench-store bench-layerwise bench-engine clean venv model format
+.PHONY: help serve test test-vllm test-vllm-core demo-vllm soak check bench bench-int8 bench-journal bench-core bench-overload bench-pipeline bench-scale bench-store bench-layerwise bench-engine bench-vllm clean venv model format
 
 help:
 	@echo "make serve    serve SmolLM2-135M on http://127.0.0.1:8000   (ARGS='--nodes 2 --decode 2' and so on)"
 	@echo "make test     run the tests                                 (ARGS='tests/core -k directory')"
 	@echo "make demo-vllm  two vLLM servers on CPU, for prefill and decode, behind one endpoint (3.4 GB the first time)"
 	@echo "make test-vllm  the connector, and the gateway before real vLLM servers on CPU (sets them up: 3.4 GB; then 8 minutes)"
+	@echo "make test-vllm-core  what of it CI runs: hits and answers, no faults (two minutes once it is set up)"
 	@echo "make soak     the long versions of tests: thousands of crashes, larger searches (an hour)"
 	@echo "make check    formatting, lint, types, import rules"
 	@echo "make bench    measure this machine"
@@ -26,6 +27,7 @@ help:
 	@echo "make bench-store   the KVCache pool beside Mooncake Store     (ARGS=--quick: a smoke test)"
 	@echo "make bench-layerwise  storing and loading KVCache while it is computed; gaps of running streams   (ARGS='--tokens 512')"
 	@echo "make bench-engine  the torch engine beside vLLM on CPU         (ARGS='--threads 1 --no-peer')"
+	@echo "make bench-vllm    two real vLLM servers with the pool, and without   (ARGS='--trace conversation_trace.jsonl')"
 	@echo "make clean    remove the virtual environment and caches (not the model)"
 
 serve: $(INSTALLED)
@@ -36,6 +38,9 @@ test: $(INSTALLED) model
 
 test-vllm: $(INSTALLED) model
 	MOONPOOL_VLLM=1 $(PY) -m pytest $(or $(ARGS),tests/connectors tests/live/external)
+
+test-vllm-core: $(INSTALLED) model
+	MOONPOOL_VLLM=1 MOONPOOL_INSTALL_SECONDS=420 $(PY) -m pytest -m core tests/connectors tests/live/external
 
 demo-vllm: $(INSTALLED) model
 	$(PY) -m moonpool.bench.vllm_demo $(ARGS)
@@ -78,6 +83,9 @@ bench-layerwise: $(INSTALLED) model
 
 bench-engine: $(INSTALLED) model
 	$(PY) -m moonpool.bench.engine $(ARGS)
+
+bench-vllm: $(INSTALLED) model
+	$(PY) -m moonpool.bench.vllm $(ARGS)
 
 format: $(INSTALLED)
 	.venv/bin/ruff format .

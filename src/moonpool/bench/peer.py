@@ -29,8 +29,26 @@ INSTALL_SECONDS = 900.0
 TRY_SECONDS = 60.0
 
 
+NETWORK_FAULTS = (
+    "after connection broken by",
+    "max retries exceeded",
+    "read timed out",
+    "connection reset",
+    "connection aborted",
+    "incompleteread",
+    "http error 5",
+    "http error 429",
+)
+"""What pip says, in small letters, where it could not fetch something; a package that the index does not have, or that
+does not fit this machine, is another matter."""
+
+
 class PeerMissingError(Exception):
     """The peer cannot be set up here; why, and what would help."""
+
+
+class PeerUnreachableError(PeerMissingError):
+    """It could not be fetched: that is the network's fault or the package index's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +151,14 @@ def _unpack_libraries(peer: Peer, lack: str) -> None:
     shutil.rmtree(packages)
 
 
-def run_or_explain(command: Sequence[str], peer: Peer, trouble: str, folder: Path | None = None) -> None:
+def run_or_explain(
+    command: Sequence[str],
+    peer: Peer,
+    trouble: str,
+    folder: Path | None = None,
+    seconds: float = INSTALL_SECONDS,
+) -> None:
+    """Raises PeerMissingError, or PeerUnreachableError where the network failed or it is not done in `seconds`."""
     try:
         done = subprocess.run(
             command,
@@ -141,13 +166,15 @@ def run_or_explain(command: Sequence[str], peer: Peer, trouble: str, folder: Pat
             cwd=folder,
             capture_output=True,
             text=True,
-            timeout=INSTALL_SECONDS,
+            timeout=seconds,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise PeerMissingError(f"{trouble}: not done after {INSTALL_SECONDS:g} s") from None
+        raise PeerUnreachableError(f"{trouble}: not done after {seconds:g} s") from None
     if done.returncode:
-        raise PeerMissingError(f"{trouble}: {_last_line(done.stderr or done.stdout)}")
+        said = f"{done.stdout}\n{done.stderr}".lower()
+        kind = PeerUnreachableError if any(fault in said for fault in NETWORK_FAULTS) else PeerMissingError
+        raise kind(f"{trouble}: {_last_line(done.stderr or done.stdout)}")
 
 
 def _last_line(text: str) -> str:

