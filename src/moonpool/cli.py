@@ -654,11 +654,15 @@ def _gateway(config: Config, token: str | None, part: PartId) -> Work:
 
     async def serve(link: Link, conductor: str) -> None:
         async with asyncio.TaskGroup() as group:
-            group.create_task(run_gateway(link, conductor, settings, listener))
+            registry = None
             if external is not None:
-                from moonpool.live.external.run import run_external
+                from moonpool.command.registrar import registry_of
+                from moonpool.live.external.run import Instances
 
-                group.create_task(run_external(external.instances, conductor, partial(_link, config, token)))
+                instances = Instances(external.instances, conductor, partial(_link, config, token))
+                registry = registry_of(external, instances)
+                group.create_task(instances.run())
+            group.create_task(run_gateway(link, conductor, settings, listener, registry))
 
     async def work() -> None:
         if config.part.conductor is not None:

@@ -45,7 +45,9 @@ def test_what_is_left_out_has_a_default(folder: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"instances": []}, "length >= 1"),
+        ({"instances": []}, "none is given, and no allowed-addresses"),
+        ({"allowed-addresses": ["10.0.0.0/24", "http://a"]}, "'http://a' must be an address, a network"),
+        ({"allowed-addresses": ["10.0.0.300"]}, "'10.0.0.300' must be"),
         ({"instances": [{"url": "a:8000"}]}, r"instances\[0\].*must be like http://host:8000"),
         ({"instances": [{"url": "http://a:99999"}]}, "must be like"),
         ({"instances": [{"url": "http://a", "role": "both "}]}, "role"),

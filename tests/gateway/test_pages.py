@@ -315,3 +315,19 @@ def test_a_gateway_ends_quickly_with_a_stream_open(smollm2: Path) -> None:
 def test_a_gateway_does_not_import_torch() -> None:
     program = "import sys, moonpool.gateway.serve; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+
+
+def test_instances_cannot_be_registered_where_workers_serve_nor_without_an_admin_key(opened: Open) -> None:
+    async def test() -> None:
+        async with opened(admin_key="k") as s:
+            url, key = s.url + "/cluster/instances", {"authorization": "Bearer k"}
+            listed = await s.client.get(url)
+            assert (listed.status_code, "--instances" in listed.text) == (404, True)
+            assert (await s.client.post(url, json={}, headers=key)).status_code == 404
+            assert (await s.client.delete(url + "/x", headers=key)).status_code == 404
+            assert (await s.client.post(url, json={})).status_code == 401
+        async with opened() as s:
+            refused = await s.client.post(s.url + "/cluster/instances", json={})
+            assert (refused.status_code, "MOONPOOL_ADMIN_KEY" in refused.text) == (403, True)
+
+    run(test())

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Sequence
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -18,9 +21,10 @@ from moonpool.live.external.config import ExternalConfig, Instance, Role
 
 MAX_FILE_BYTES = 1 << 20
 ZMQ_ADDRESS = r"^(tcp|ipc)://\S+$"
+HOST_NAME = r"(?=.*[A-Za-z])[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"
 
 
-class _Server(Struct, frozen=True, rename="kebab", forbid_unknown_fields=True):
+class Server(Struct, frozen=True, rename="kebab", forbid_unknown_fields=True):
     url: str
     id: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,55}$")] | None = None
     role: Role = "both"
@@ -37,15 +41,35 @@ class _Server(Struct, frozen=True, rename="kebab", forbid_unknown_fields=True):
 class _File(Struct, frozen=True, rename="kebab", forbid_unknown_fields=True):
     model: Annotated[str, Meta(min_length=1)]
     tokenizer: Annotated[str, Meta(min_length=1)]
-    instances: Annotated[list[_Server], Meta(min_length=1, max_length=1024)]
+    instances: Annotated[list[Server], Meta(max_length=1024)] = []
+    allowed_addresses: Annotated[list[str], Meta(max_length=1024)] = []
     kv_bytes_per_token: Annotated[int, Meta(ge=1, le=1 << 30)] = 131072
     pool_tokens: Annotated[int, Meta(ge=1, le=1 << 50)] = 1 << 20
+
+
+class Allowed(Struct, frozen=True):
+    """Where servers may be that are registered while the gateway runs."""
+
+    networks: tuple[IPv4Network | IPv6Network, ...] = ()
+    names: frozenset[str] = frozenset()
+    """Of hosts."""
+
+    def has(self, host: str) -> bool:
+        """A name counts only by itself, whatever it resolves to."""
+        try:
+            address = ip_address(host)
+        except ValueError:
+            return host.lower() in self.names
+        return any(address in network for network in self.networks)
 
 
 class External(Struct, frozen=True):
     tokenizer: Path
     """A directory with `tokenizer.json`."""
     instances: ExternalConfig
+    allowed: Allowed = Allowed()
+    key_names: frozenset[str] = frozenset()
+    """Environment variables with keys of servers that the file names."""
 
     def named(self, config: Config) -> Config:
         """The same configuration, with the model's name in it."""
@@ -56,7 +80,15 @@ class External(Struct, frozen=True):
 def read_instances(file: Path) -> External:
     """Raises ConfigError for any mistake in it, ModelError where there is no tokenizer."""
     read = _read(file)
-    instances = tuple([_instance(file, at, server) for at, server in enumerate(read.instances)])
+    allowed = _allowed(file, read.allowed_addresses)
+    if not read.instances and not read.allowed_addresses:
+        raise ConfigError(f"{file}: instances: none is given, and no allowed-addresses from where others may come")
+    instances = tuple(
+        [
+            instance_of(f"{file}: instances[{at}]", server, server.id or f"vllm-{at}")
+            for at, server in enumerate(read.instances)
+        ]
+    )
     for what, names in (("id", [i.id for i in instances]), ("url", [i.url for i in instances])):
         twice = next((name for at, name in enumerate(names) if name in names[:at]), None)
         if twice is not None:
@@ -66,7 +98,8 @@ def read_instances(file: Path) -> External:
         if one in roles and not roles & {other, "both"}:
             raise ConfigError(f"{file}: there are {one} instances, but none of role {other} or both to go with them")
     config = ExternalConfig(read.model, instances, read.kv_bytes_per_token, read.pool_tokens)
-    return External(_tokenizer(file, read.tokenizer), config)
+    keys = frozenset(server.api_key_env for server in read.instances if server.api_key_env is not None)
+    return External(_tokenizer(file, read.tokenizer), config, allowed, keys)
 
 
 def _read(file: Path) -> _File:
@@ -86,8 +119,8 @@ def _read(file: Path) -> _File:
         raise ConfigError(f"{file}: {e}") from None
 
 
-def _instance(file: Path, at: int, server: _Server) -> Instance:
-    where = f"{file}: instances[{at}]"
+def instance_of(where: str, server: Server, id_: str) -> Instance:
+    """`where`: for messages. Raises ConfigError."""
     url = server.url.rstrip("/").removesuffix("/v1")
     parts = urlsplit(url)
     try:
@@ -106,7 +139,7 @@ def _instance(file: Path, at: int, server: _Server) -> Instance:
         if not key:
             raise ConfigError(f"{where}: api-key-env: the environment has no {server.api_key_env}")
     return Instance(
-        id=PartId(server.id or f"vllm-{at}"),
+        id=PartId(id_),
         url=url,
         role=server.role,
         max_sequences=server.max_sequences,
@@ -118,6 +151,20 @@ def _instance(file: Path, at: int, server: _Server) -> Instance:
         pool=server.pool,
         stall_seconds=server.stall_seconds,
     )
+
+
+def _allowed(file: Path, entries: Sequence[str]) -> Allowed:
+    networks: list[IPv4Network | IPv6Network] = []
+    names: list[str] = []
+    for entry in entries:
+        try:
+            networks.append(ip_network(entry, strict=False))
+        except ValueError:
+            if not re.fullmatch(HOST_NAME, entry):
+                shown = f"{file}: allowed-addresses: {entry!r}"
+                raise ConfigError(f"{shown} must be an address, a network like 10.0.0.0/24, or a host's name") from None
+            names.append(entry.lower())
+    return Allowed(tuple(networks), frozenset(names))
 
 
 def _tokenizer(file: Path, name: str) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import importlib.metadata
 import time
 from collections.abc import Callable
@@ -18,13 +17,14 @@ from starlette.types import ASGIApp
 
 from moonpool.core.vocabulary import PartKind
 from moonpool.errors import PeerUnavailableError
+from moonpool.gateway.admin import check_may_look
 from moonpool.gateway.completions import Completions, Desk
 from moonpool.gateway.front import Front
 from moonpool.gateway.meters import Meters
 from moonpool.gateway.presence import unless, until_gone
 from moonpool.gateway.problem import ApiError
+from moonpool.gateway.registry import InstancePages, Registry
 from moonpool.gateway.turns import Check
-from moonpool.wire.security import is_loopback
 
 T = TypeVar("T")
 Part = tuple[str, str, dict[str, float]]
@@ -33,9 +33,13 @@ Part = tuple[str, str, dict[str, float]]
 POSTS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
 
 
-def make_app(desk: Desk, meters: Meters) -> ASGIApp:
-    """The gateway as an ASGI application."""
+INSTANCES = "/cluster/instances"
+
+
+def make_app(desk: Desk, meters: Meters, registry: Registry | None = None) -> ASGIApp:
+    """The gateway as an ASGI application. `registry`: of external instances, where it serves from such."""
     pages = Pages(desk, meters)
+    instances = InstancePages(registry, desk.config, desk.bodies)
     gets = {
         "/health": pages.health,
         "/ready": pages.ready,
@@ -51,10 +55,12 @@ def make_app(desk: Desk, meters: Meters) -> ASGIApp:
         Route(POSTS[1], Completions(desk, chat=False), methods=["POST"]),
         Route(POSTS[2], pages.tokenize, methods=["POST"]),
         Route(POSTS[3], pages.detokenize, methods=["POST"]),
+        Route(INSTANCES, instances.all, methods=["GET", "POST"]),
+        Route(INSTANCES + "/{instance}", instances.one, methods=["DELETE"]),
         *(Route(path, page, methods=["GET"]) for path, page in gets.items()),
     ]
     router = Router(routes, redirect_slashes=False)
-    return Front(router, desk.config, meters, frozenset({*POSTS, *gets}), frozenset(POSTS))
+    return Front(router, desk.config, meters, frozenset({*POSTS, INSTANCES, *gets}), frozenset({*POSTS, INSTANCES}))
 
 
 class Pages:
@@ -110,7 +116,7 @@ class Pages:
     async def cluster(self, request: Request) -> Response:
         """The Conductor's state with this gateway's numbers; 503 within 2 s when it does not answer."""
         desk = self._desk
-        self._check_admin(request)
+        check_may_look(request, self._desk.config)
         try:
             state = msgspec.json.decode(await desk.cluster.describe(), type=dict[str, msgspec.Raw])
         except PeerUnavailableError as e:
@@ -127,7 +133,7 @@ class Pages:
 
     async def request(self, request: Request) -> Response:
         """The stories of one request, by its id or its x-request-id: why it was placed where it was, or refused."""
-        self._check_admin(request)
+        check_may_look(request, self._desk.config)
         name = request.path_params["request"]
         try:
             stories = await self._desk.cluster.describe(name) if name else b"[]"
@@ -163,16 +169,6 @@ class Pages:
             "owned_by": "moonpool",
             "max_model_len": self._desk.cluster.fleet.context_tokens,
         }
-
-    def _check_admin(self, request: Request) -> None:
-        config = self._desk.config
-        if is_loopback(config.host):
-            return
-        if config.admin_key is None:
-            raise ApiError(403, "cluster paths are closed off loopback until an admin key is configured")
-        given = request.headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {config.admin_key}".encode()):
-            raise ApiError(401, "cluster paths need the admin key as a bearer token", code="invalid_api_key")
 
 
 def version() -> str:

@@ -20,6 +20,7 @@ from moonpool.gateway.config import GatewayConfig
 from moonpool.gateway.connection import Connection
 from moonpool.gateway.intake import Intake
 from moonpool.gateway.meters import Meters
+from moonpool.gateway.registry import Registry
 from moonpool.gateway.seats import Seats
 from moonpool.gateway.tokenizer import Tokenizer
 from moonpool.wire.link import Link
@@ -34,8 +35,14 @@ STOP_SECONDS = 0.7
 """For streams to tell their readers; then connections are broken."""
 
 
-async def run_gateway(link: Link, conductor: str, config: GatewayConfig, listener: socket.socket | None = None) -> None:
-    """Serve HTTP until cancelled. `conductor`: its control address.
+async def run_gateway(
+    link: Link,
+    conductor: str,
+    config: GatewayConfig,
+    listener: socket.socket | None = None,
+    registry: Registry | None = None,
+) -> None:
+    """Serve HTTP until cancelled. `conductor`: its control address. `registry`: of external instances.
 
     `listener`: from `listen`, where the port must be taken before anything else is done. Raises ConfigError where the
     port is taken or no Conductor answers, ModelError where the tokenizer cannot be loaded.
@@ -43,7 +50,7 @@ async def run_gateway(link: Link, conductor: str, config: GatewayConfig, listene
     listener = listener or listen(config.host, config.port)
     try:
         tokenizer = await asyncio.to_thread(Tokenizer.load, config.model_path)
-        gateway = Gateway(link, conductor, config, tokenizer)
+        gateway = Gateway(link, conductor, config, tokenizer, registry)
         await gateway.run(listener)
     finally:
         listener.close()
@@ -71,7 +78,14 @@ def listen(host: str, port: int) -> socket.socket:
 class Gateway:
     """All parts of one gateway."""
 
-    def __init__(self, link: Link, conductor: str, config: GatewayConfig, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        link: Link,
+        conductor: str,
+        config: GatewayConfig,
+        tokenizer: Tokenizer,
+        registry: Registry | None = None,
+    ) -> None:
         self.meters = Meters(config.served_model_name)
         self.cluster = Cluster(link, conductor, config.served_model_name, self.meters)
         self.seats = Seats(config.max_concurrent)
@@ -86,7 +100,7 @@ class Gateway:
         desk = Desk(config, tokenizer, self.intake, self.answers, self.cluster, self.seats, self.bodies, self._abort)
         self._server = _Server(
             uvicorn.Config(
-                make_app(desk, self.meters),
+                make_app(desk, self.meters, registry),
                 http=Connection,
                 log_config=None,
                 access_log=False,

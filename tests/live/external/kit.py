@@ -16,7 +16,7 @@ from moonpool.gateway.generation import Completed, Ending, Generation, Job, chai
 from moonpool.gateway.meters import Meters
 from moonpool.live.conductor import run_conductor
 from moonpool.live.external.config import ExternalConfig, Instance
-from moonpool.live.external.run import run_external
+from moonpool.live.external.run import Instances
 from moonpool.wire.link import Link
 from moonpool.wire.messages import Sampling, TokenOut
 
@@ -57,8 +57,9 @@ class Answer:
 class Front:
     """The gateway's side, without HTTP and text."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, instances: Instances) -> None:
         self.cluster = cluster
+        self.instances = instances
         self.label = 0
 
     def submit(self, prompt: Sequence[int], max_tokens: int, salt: str = "", **sampling: Any) -> Pending:
@@ -149,16 +150,15 @@ async def front(
         return links[-1]
 
     chief = link("conductor")
+    served_from = Instances(ExternalConfig(MODEL, tuple(served), kv_bytes_per_token=1000), chief.me.address, link)
     cluster = Cluster(link("gateway-0"), chief.me.address, MODEL, Meters(MODEL))
     tasks = [
         asyncio.create_task(run_conductor(chief, rules or ConductorConfig(), seed=1)),
         asyncio.create_task(cluster.run()),
-        asyncio.create_task(
-            run_external(ExternalConfig(MODEL, tuple(served), kv_bytes_per_token=1000), chief.me.address, link)
-        ),
+        asyncio.create_task(served_from.run()),
     ]
     try:
-        made = Front(cluster)
+        made = Front(cluster, served_from)
         if there:
             ready = asyncio.create_task(made.until_there(*[instance.id for instance in served]))
             await asyncio.wait([ready, *tasks], return_when=asyncio.FIRST_COMPLETED)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -66,6 +68,54 @@ def test_it_serves_openai_s_api_from_the_servers(server: FakeVllm, smollm2: Path
         assert "refused_by_server" in metrics
     finally:
         assert gateway.stop() == 0
+
+
+def test_servers_are_registered_and_taken_out_with_the_admin_key(
+    server: FakeVllm, smollm2: Path, tmp_path: Path
+) -> None:
+    content = {"model": "smollm2", "tokenizer": str(smollm2), "allowed-addresses": ["127.0.0.1"]}
+    port, log = free_port(), tmp_path / "log"
+    environment = {**os.environ, "MOONPOOL_ADMIN_KEY": "admin"}
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command(tmp_path, content, port), stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=environment
+        )
+    gateway = RunningCluster(process, f"http://127.0.0.1:{port}", log)
+    try:
+        until(lambda: is_up(gateway.url))
+        url, key = f"{gateway.url}/cluster/instances", {"authorization": "Bearer admin"}
+        one = {"url": server.url, "id": "late"}
+        assert httpx.get(url, timeout=HANG).json() == {"instances": []}
+        assert httpx.post(url, json=one, timeout=HANG).status_code == 401
+        refused = httpx.post(url, json={"url": "http://10.0.0.1"}, headers=key, timeout=HANG)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "instance_refused")
+        assert httpx.post(url, data={"url": server.url}, headers=key, timeout=HANG).status_code == 415
+        added = httpx.post(url, json=one, headers=key, timeout=HANG)
+        assert (added.status_code, added.json()) == (201, {"id": "late", "url": server.url, "role": "both"})
+        gateway.wait_ready()
+        prompt = random_prompt(40, 1)
+        assert output_ids(complete(gateway, prompt, 5)) == answer_to(prompt, 5)
+        assert httpx.delete(f"{url}/late", timeout=HANG).status_code == 401
+        assert httpx.delete(f"{url}/late", headers=key, timeout=HANG).status_code == 204
+        assert httpx.delete(f"{url}/late", headers=key, timeout=HANG).status_code == 404
+        assert httpx.get(url, timeout=HANG).json() == {"instances": []}
+        assert httpx.put(url, timeout=HANG).status_code == 405
+    finally:
+        assert gateway.stop() == 0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + HANG
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.05)
+
+
+def is_up(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=HANG).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 @pytest.mark.parametrize(
