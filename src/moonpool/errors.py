@@ -9,6 +9,7 @@ MoonpoolError
 ├── TransferError      Messenger could not move bytes
 ├── StageLostError     a stage of this worker's pipeline group is gone: the group forms again
 ├── PoolError          a node refused a call
+│   └── PoolBusyError      for a reason that is over in a moment
 ├── ApiError           a client's request is answered by an error (gateway/problem.py)
 └── ClientGoneError    nobody waits for the answer any more (gateway/problem.py)
 """
@@ -47,4 +48,8 @@ class StageLostError(MoonpoolError):
 
 
 class PoolError(MoonpoolError):
+    pass
+
+
+class PoolBusyError(PoolError):
     pass

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from moonpool.errors import PoolError
+from moonpool.messenger.transfer import Bytes
 from moonpool.store import BlockKey, BlockMeta, Client, Space
+from moonpool.store.slab import Slab
 
 from .kit import BLOCK, SECONDS, SPACE, Conductor, bytes_of, eventually, keys_of
 
@@ -108,3 +113,36 @@ def test_what_only_the_ssd_has_is_there_and_stays_as_it_is(pool: Client) -> None
     assert space.put_many(K, [other] * len(K)) == [False] * len(K)
     assert pool.stats()["rooms"] == 0
     assert all(found(space, [key]) == [True] for key in K)
+
+
+@pytest.mark.parametrize("is_stuck", [False, True], ids=["writes", "stands still"])
+def test_a_put_waits_for_what_the_ssd_is_just_writing(
+    conductor: Conductor, connect: Connect, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch, is_stuck: bool
+) -> None:
+    writes, may_go_on, write = threading.Event(), threading.Event(), Slab.write
+
+    def wait(self: Slab, offset: int, buffers: Sequence[Bytes]) -> None:
+        writes.set()
+        may_go_on.wait(SECONDS)
+        write(self, offset, buffers)
+
+    monkeypatch.setattr(Slab, "write", wait)
+    node = conductor.start_node("node-0", **(ssd(tmp_path) | {"dram_bytes": BLOCK, "client_quota": BLOCK}))
+    pool = connect(node, way, timeout=0.6 if is_stuck else SECONDS)
+    space = pool.space(SPACE)
+    try:
+        space.put(K[0], bytes_of(K[0]))
+        assert writes.wait(SECONDS)
+        with ThreadPoolExecutor(1) as thread:
+            putting = thread.submit(space.put, K[1], bytes_of(K[1]))
+            if is_stuck:
+                with pytest.raises(PoolError, match="put again in a moment"):
+                    putting.result(SECONDS)
+                return
+            with pytest.raises(TimeoutError):
+                putting.result(0.1)
+            may_go_on.set()
+            assert putting.result(SECONDS)
+        assert found(space, K[1:2]) == [True]
+    finally:
+        may_go_on.set()

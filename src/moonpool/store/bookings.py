@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 from moonpool.core.vocabulary import BlockKey, BlockMeta, KeySpace, Peer, RequestId
-from moonpool.errors import PoolError
+from moonpool.errors import PoolBusyError, PoolError
 from moonpool.store.blocks import Block, Blocks, Name
 from moonpool.store.claims import Claims
 from moonpool.store.extents import page_aligned
@@ -32,6 +32,9 @@ from moonpool.store.rooms import (
 )
 from moonpool.store.shelf import Shelf
 
+BUSY_SECONDS = 5.0
+"""How long a put waits, at most, for an SSD to have written what is in its way."""
+BUSY_RETRY_SECONDS = 0.002
 _BARE = BlockMeta()
 
 
@@ -157,7 +160,8 @@ class Bookings:
     ) -> Room:
         """A caching room for blocks of different prompts that are nowhere here, all of them or PoolError.
 
-        One meta a key, or none at all. Those that an SSD has stay as they are.
+        One meta a key, or none at all. Those that an SSD has stay as they are. PoolBusyError where there will be room
+        when the SSD has written what it is writing.
         """
         with self._lock:
             self._check(space, keys)
@@ -171,6 +175,8 @@ class Bookings:
             self._quotas.check(client, "room", wanted)
             room = self._open(space, keys, 0, whole=True, metas=metas, leaves_kept=True)
             if room is None:
+                if self._may_come(space, keys):
+                    raise PoolBusyError(self._no_room(space, len(keys)))
                 self.counts["refused_rooms"] += 1
                 raise PoolError(self._no_room(space, len(keys)))
             self._give(room, client)
@@ -354,12 +360,20 @@ class Bookings:
         return (
             f"no room for {blocks} blocks of {space.block_bytes} bytes: of {extents.capacity} bytes {extents.free} are "
             f"free and {self._blocks.eviction.evictable_bytes} evictable, the rest is leased, pinned or being written; "
-            f"release or unpin some, or give the node more DRAM{self._may_come()}"
+            f"release or unpin some, or give the node more DRAM{self._passing()}"
         )
 
-    def _may_come(self) -> str:
+    def _passing(self) -> str:
         saving = self._blocks.saving_bytes()
         return f"; {saving} evictable bytes are just being written to an SSD: put again in a moment" if saving else ""
+
+    def _may_come(self, space: KeySpace, keys: Sequence[BlockKey]) -> bool:
+        """Whether it is only what an SSD writes now that keeps the room."""
+        blocks = self._blocks
+        names = [(space.id, key) for key in keys]
+        lacking = sum(name not in blocks.resident and not blocks.is_kept(name) for name in names)
+        could_be = blocks.extents.free + blocks.eviction.evictable_bytes
+        return bool(blocks.saving_bytes()) and lacking * page_aligned(space.block_bytes) <= could_be
 
     def _open(
         self,

@@ -10,11 +10,12 @@ from concurrent.futures import CancelledError, Future, wait
 from typing import Any, TypeVar
 
 from moonpool.core.vocabulary import BlockKey, BlockMeta, KeySpaceId, RequestId
-from moonpool.errors import PoolError
+from moonpool.errors import PoolBusyError, PoolError
 from moonpool.messenger.questions import GetBlocks, PutBlocks, Question, Refused, Reply, unpacked
 from moonpool.messenger.transfer import Bytes
 from moonpool.store.arena import Arena
 from moonpool.store.blocks import Block
+from moonpool.store.bookings import BUSY_RETRY_SECONDS, BUSY_SECONDS
 from moonpool.store.catalogue import HERE
 from moonpool.store.claims import Claim
 from moonpool.store.desk import ANSWER_SECONDS, Desk
@@ -93,7 +94,7 @@ class Exchange:
                     "bytes: put fewer at once"
                 )
             owner = self._ledger.own_client()
-            room = self._ledger.rooms.open_each(owner, request.space, keys, request.metas)
+            room = self._open(owner, request, keys)
         except PoolError as e:
             return str(e)
         return RoomIntake(self._arena, self._ledger, owner, room)
@@ -105,6 +106,17 @@ class Exchange:
             waiting = list(self._waiting)
         for future in waiting:
             future.cancel()
+
+    def _open(self, owner: ClientId, request: PutBlocks, keys: Sequence[BlockKey]) -> Room:
+        """Half of the put's time, at most, is for an SSD to have written what is in its way."""
+        until = time.monotonic() + min(request.time_left / 2, BUSY_SECONDS)
+        while True:
+            try:
+                return self._ledger.rooms.open_each(owner, request.space, keys, request.metas)
+            except PoolBusyError:
+                if self._closed or time.monotonic() >= until:
+                    raise
+            time.sleep(BUSY_RETRY_SECONDS)
 
     def _hold(self, request: GetBlocks, keys: Sequence[BlockKey], is_gone: Callable[[], bool]) -> Hold:
         space = request.space

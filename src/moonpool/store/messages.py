@@ -155,6 +155,8 @@ class OpenEach(Struct, frozen=True, tag=True):
     space: KeySpace
     keys: bytes
     metas: tuple[BlockMeta, ...]
+    time_left: Seconds = 0.0
+    """Until then what an SSD is just writing is waited for, if there will be room then."""
 
 
 class Commit(Struct, frozen=True, tag=True):

@@ -186,7 +186,8 @@ class NearHome:
     ) -> list[bool]:
         caller = line.caller
         room = caller.call(
-            lambda serial: OpenEach(serial, space, packed(keys), tuple(metas)), self._timeout + SLACK_SECONDS
+            lambda serial: OpenEach(serial, space, packed(keys), tuple(metas), self._timeout),
+            self._timeout + SLACK_SECONDS,
         )
         assert isinstance(room, RoomOpened)
         try:

@@ -15,9 +15,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 
-from moonpool.errors import PoolError
+from moonpool.errors import PoolBusyError, PoolError
 from moonpool.messenger.questions import unpack_sums, unpacked
 from moonpool.store.arena import Arena
+from moonpool.store.bookings import BUSY_RETRY_SECONDS, BUSY_SECONDS
 from moonpool.store.desk import Desk
 from moonpool.store.fetch import Fetcher
 from moonpool.store.holder import Holder
@@ -259,6 +260,11 @@ class Session:
                 self._start(call.serial, self._await_room(call))
             case LeaseBlocks() if self._loader.is_needed(call.space.id, call.keys):
                 self._start(call.serial, self._load_and_lease(call))
+            case OpenEach():
+                try:
+                    self._send(self._answer(call))
+                except PoolBusyError:
+                    self._start(call.serial, self._open_soon(call))
             case StreamBlocks() if call.source is not None and call.fetched:
                 self._start(call.serial, self._stream(call))
             case FetchBlocks():
@@ -322,6 +328,22 @@ class Session:
     def _open_room(self, call: OpenRoom) -> Room:
         name = None if call.request is None else (call.request, call.attempt)
         return self._ledger.rooms.open(self._client, call.space, call.keys, call.tail_tokens, name=name)
+
+    async def _open_soon(self, call: OpenEach) -> None:
+        """Room is made as soon as an SSD has written what it writes: in some milliseconds."""
+        until = time.monotonic() + min(call.time_left, BUSY_SECONDS)
+        while True:
+            await asyncio.sleep(BUSY_RETRY_SECONDS)
+            try:
+                answer = self._answer(call)
+            except PoolBusyError as e:
+                if time.monotonic() < until:
+                    continue
+                answer = RefusedCall(call.serial, str(e))
+            except PoolError as e:
+                answer = RefusedCall(call.serial, str(e))
+            self._send(answer)
+            return
 
     async def _await_room(self, call: AwaitRoom) -> None:
         seconds = call.time_left if 0 <= call.time_left <= LONGEST_SECONDS else LONGEST_SECONDS
