@@ -203,3 +203,16 @@ def test_copies_of_a_moment_ago_are_removed_too(nodes: list[NodePeer], connect: 
         assert here.remove([key]) == [True]
         assert found(there, [key]) == [False]
         known(here, [key], 0)
+
+
+def test_what_is_removed_is_nowhere_for_anybody_when_remove_returns(
+    nodes: list[NodePeer], connect: Connect, way: str
+) -> None:
+    here, there, third = (connect(node, way).space(SPACE) for node in nodes)
+    for turn in range(8):
+        keys = keys_of(f"turn {turn}", 2)
+        put(here, keys[:1])
+        put(there, keys[1:])
+        known(third, keys)
+        assert here.remove(keys) == [True, True]
+        assert [space.exists_many(keys) for space in (third, here, there)] == [[False, False]] * 3

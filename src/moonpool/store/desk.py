@@ -50,6 +50,8 @@ ROUND_SECONDS = 0.05
 ROUNDS = 16
 """In which a removal asks the other nodes, at most: usually once, and once more where some had a copy."""
 DIRECTORY_SECONDS = 0.05
+FORGET_SECONDS = 0.5
+"""How long a removal waits, at most, for the directory: what is put anew meanwhile stays there."""
 REFUSED = (LEASED, PINNED, BUSY)
 
 
@@ -164,7 +166,17 @@ class Desk:
             return marks(outcomes)
         if not self._neighbours.is_alone:
             await self._remove_elsewhere(space, keys, outcomes)
+            await self._forgotten(space, [key for key, mark in zip(keys, outcomes, strict=True) if mark == YES])
         return marks(outcomes)
+
+    async def _forgotten(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> None:
+        """Wait until the directory, which other nodes' clients ask, has heard that they are gone: some 20 ms."""
+        until = time.monotonic() + FORGET_SECONDS
+        while keys and (left := until - time.monotonic()) > 0:
+            holders = await self._neighbours.known(space, keys, left)
+            keys = [key for key, nodes in zip(keys, holders, strict=True) if nodes]
+            if keys:
+                await asyncio.sleep(RETRY_SECONDS)
 
     async def _remove_elsewhere(self, space: KeySpaceId, keys: Sequence[BlockKey], outcomes: list[int]) -> None:
         """From all other nodes, until none of them has it: one may get it from another that was not asked yet.

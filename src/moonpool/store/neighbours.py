@@ -77,6 +77,12 @@ class Neighbours:
 
     async def holders(self, space: KeySpaceId, keys: Sequence[BlockKey], seconds: float) -> list[tuple[NodePeer, ...]]:
         """Of each block the other nodes that have it; none where the Conductor does not answer in time."""
+        me = self._link.me.id
+        found = await self.known(space, keys, seconds)
+        return [tuple(node for node in nodes if node.id != me) for nodes in found]
+
+    async def known(self, space: KeySpaceId, keys: Sequence[BlockKey], seconds: float) -> list[tuple[NodePeer, ...]]:
+        """As `holders`, with this node among them where the directory knows it to have the block."""
         found: list[tuple[NodePeer, ...]] = []
         until = time.monotonic() + seconds
         for start in range(0, len(keys), KEYS_A_QUESTION):
@@ -160,8 +166,7 @@ class Neighbours:
         if len(holders) != len(keys):
             log.warning("the Conductor named the holders of %d blocks, asked for %d", len(holders), len(keys))
             return nothing
-        me = self._link.me.id
-        return [tuple(node for node in nodes if node.id != me) for nodes in holders]
+        return holders
 
 
 class _Removal:
