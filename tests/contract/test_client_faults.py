@@ -16,6 +16,7 @@ from moonpool.core.vocabulary import KeySpace, NodePeer
 from moonpool.messenger import asking
 from moonpool.messenger.channel import Channel, Header, greet
 from moonpool.messenger.questions import (
+    NO,
     Checksums,
     DescribeBlocks,
     Exists,
@@ -23,14 +24,16 @@ from moonpool.messenger.questions import (
     Marks,
     PutBlocks,
     Refused,
+    Verify,
     pack_sums,
     packed,
 )
+from moonpool.messenger.waiting import RefusedError
 from moonpool.store import Client, PoolError, Space
 from moonpool.store.client import NodeClient
 from moonpool.wire.security import data_key
 
-from ..store.kit import BLOCK, SECONDS, SPACE, Conductor, bytes_of, eventually, keys_of, run_checksums
+from ..store.kit import BLOCK, SECONDS, SPACE, Conductor, bytes_of, eventually, keys_of, put, run_checksums
 from .test_tcp_faults import Proxy, proxy
 
 Join = Callable[..., NodeClient]
@@ -250,3 +253,14 @@ def test_halves_of_two_copies_are_not_taken_for_one_block(large: Space, monkeypa
     assert large.get_into(K[0], [target])
     assert sorted(asked) == [(0, 2), (0, 4), (2, 2)]
     assert target == data.tobytes()
+
+
+def test_nobody_is_believed_that_a_block_is_damaged(node: NodePeer, join: Join, channel: Channel) -> None:
+    client, keys = join(node), keys_of("a", 3)
+    put(client, keys)
+    asked = Verify(SPACE.id, packed([*keys, *keys_of("no", 1)]))
+    assert asking.ask(channel, asked, until()) == Marks(bytes([NO] * 4))
+    stats = client.stats().result(SECONDS)
+    assert (stats["blocks"], stats["dram_checksum_failures"], stats["leases"]) == (3, 0, 0)
+    with pytest.raises(RefusedError, match="at most 64"):
+        asking.ask(channel, Verify(SPACE.id, packed(keys_of("many", 65))), until())

@@ -130,6 +130,8 @@ def test_a_block_corrupted_in_its_source_is_not_fetched(conductor: Conductor, jo
     assert here.fetch(far, SPACE, keys, SECONDS).result(SECONDS) == 1
     stats = here.stats().result(SECONDS)
     assert (stats["checksum_failures"], stats["messenger_failures"], stats["blocks"]) == (1, 1, 1)
+    eventually(lambda: there.stats().result(SECONDS)["dram_checksum_failures"] == 1, "its source has heard of it")
+    assert there.stats().result(SECONDS)["blocks"] == 2
 
 
 def test_a_broken_connection_is_replaced_once(

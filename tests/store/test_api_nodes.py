@@ -98,19 +98,58 @@ def test_a_removal_is_everywhere_or_refused_by_name(nodes: list[NodePeer], conne
     known(there, K[:4], 0)
 
 
-def test_a_block_that_is_damaged_where_it_lies_is_a_miss(nodes: list[NodePeer], connect: Connect) -> None:
-    here, there = connect(nodes[0], "near").space(SPACE), connect(nodes[1], "near").space(SPACE)
-    put(there, K[:3])
-    known(here, K[:3])
+def damage(node: NodePeer, key: BlockKey) -> None:
     with (
-        NodeClient.connect(nodes[1].socket_path, name="vandal", incarnation="1") as vandal,
-        vandal.lease(SPACE, K[1:2]).result(SECONDS) as lease,
+        NodeClient.connect(node.socket_path, name="vandal", incarnation="1") as vandal,
+        vandal.lease(SPACE, [key]).result(SECONDS) as lease,
     ):
         vandal.arena[lease.offsets[0] + 5] ^= 1
+
+
+@pytest.mark.parametrize("reader", ["another node", "a far client"])
+def test_a_block_that_is_damaged_where_it_lies_is_a_miss_and_goes(
+    nodes: list[NodePeer], connect: Connect, reader: str
+) -> None:
+    source = connect(nodes[1], "near")
+    there = source.space(SPACE)
+    here = connect(nodes[0], "near").space(SPACE) if reader == "another node" else connect(nodes[1], "far").space(SPACE)
+    put(there, K[:3])
+    known(here, K[:3])
+    damage(nodes[1], K[1])
     assert found(here, K[:3]) == [True, False, True]
-    far = connect(nodes[1], "far").space(SPACE)
-    assert found(far, K[:3]) == [True, False, True]
-    assert found(far, K[:3], layers=(1, 3)) == [True, True, True]
+    assert there.exists_many(K[:3]) == [True, False, True]
+    known(connect(nodes[2], "near").space(SPACE), K[1:2], 0)
+    assert source.stats()["dram_checksum_failures"] == 1
+    put(there, K[1:2])
+    known(here, K[1:2])
+    assert found(here, K[:3]) == [True] * 3
+
+
+def test_a_damaged_block_stays_for_who_reads_it_and_goes_with_the_next_word_of_it(
+    nodes: list[NodePeer], connect: Connect
+) -> None:
+    source = connect(nodes[1], "near")
+    there, far = source.space(SPACE), connect(nodes[1], "far").space(SPACE)
+    put(there, K[:1])
+    damage(nodes[1], K[0])
+    with there.get(K[:1]):
+        assert found(far, K[:1]) == [False]
+        assert source.stats()["dram_checksum_failures"] == 0
+        assert found(there, K[:1]) == [True]
+    assert found(far, K[:1]) == [False]
+    assert source.stats()["dram_checksum_failures"] == 1
+    assert found(there, K[:1]) == [False]
+
+
+def test_a_pin_does_not_keep_what_is_damaged(nodes: list[NodePeer], connect: Connect) -> None:
+    there, far = connect(nodes[1], "near").space(SPACE), connect(nodes[1], "far").space(SPACE)
+    put(there, K[:1])
+    assert there.pin(K[:1], 600.0) == [True]
+    damage(nodes[1], K[0])
+    assert found(far, K[:1]) == [False]
+    put(there, K[:1])
+    assert there.unpin(K[:1]) == [True]
+    assert there.remove(K[:1]) == [True]
 
 
 def test_a_silent_conductor_costs_a_second_once(deciding: DecidingConductor, connect: Connect, way: str) -> None:

@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, groupby
 
+from moonpool.core.vocabulary import BlockKey, KeySpaceId
 from moonpool.errors import PoolError, TransferError
 from moonpool.messenger.channel import SPIN_SECONDS, Channel, Header, Part, framed
 from moonpool.messenger.digest import RunDigests
 from moonpool.messenger.giving import receive
 from moonpool.messenger.pace import moving
 from moonpool.messenger.questions import (
+    VERIFIED_KEYS,
     YES,
     Checksums,
     GetBlocks,
@@ -26,9 +28,12 @@ from moonpool.messenger.questions import (
     Question,
     Refused,
     Reply,
+    Verify,
     pack_sums,
+    packed,
     stretches,
     unpack_sums,
+    unpacked,
 )
 from moonpool.messenger.transfer import Bytes
 from moonpool.messenger.waiting import RefusedError
@@ -81,8 +86,18 @@ def get(
     targets = place(given)
     with moving(nbytes, until) as limit:
         came = _receive_given(channel, request, targets, list(sums), copies, landed, limit)
+    damaged = [at for at, copy in enumerate(came) if copy is None and targets[at] is not None]
+    if damaged:
+        sent = [key for key, mark in zip(unpacked(request.keys), given.marks, strict=True) if mark == YES]
+        tell_damaged(channel, request.space.id, [sent[at] for at in damaged], until)
     coming_next = iter(came)
     return [next(coming_next) if mark == YES else None for mark in given.marks]
+
+
+def tell_damaged(channel: Channel, space: KeySpaceId, keys: Sequence[BlockKey], until: float) -> None:
+    """These came from there with a wrong checksum: if they are damaged there, they go. Some of them, if many did."""
+    with contextlib.suppress(RefusedError):
+        ask(channel, Verify(space, packed(keys[:VERIFIED_KEYS])), until)
 
 
 def _receive_given(

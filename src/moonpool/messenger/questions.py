@@ -31,6 +31,9 @@ STRETCH_BYTES = 1 << 20
 KEYS_A_QUESTION = 8192
 """At most: a node's books are locked for about a microsecond a key, and everybody waits meanwhile."""
 
+VERIFIED_KEYS = 64
+"""At most in one `Verify`: all their bytes are summed up."""
+
 NO: Final = 0
 YES: Final = 1
 LEASED: Final = 2
@@ -89,6 +92,16 @@ class DescribeBlocks(Struct, frozen=True, tag=True):
 
 class TakeStock(Struct, frozen=True, tag=True):
     """The node's counters and gauges."""
+
+
+class Verify(Struct, frozen=True, tag=True):
+    """Over the data address only: these came with a wrong checksum. Are they damaged where they lie, in DRAM?
+
+    The node looks for itself. `Marks`: YES where one was and is gone, LEASED or BUSY where it was and has to stay.
+    """
+
+    space: KeySpaceId
+    keys: bytes
 
 
 class Entered(Struct, frozen=True, tag=True):
@@ -167,7 +180,7 @@ class Checksums(Struct, frozen=True, tag=True):
     checksums: bytes
 
 
-Question = Enter | Exists | Pin | Unpin | Remove | CountHolders | DescribeBlocks | TakeStock
+Question = Enter | Exists | Pin | Unpin | Remove | CountHolders | DescribeBlocks | TakeStock | Verify
 Reply = Entered | Marks | Numbers | Described | Stock | Refused
 
 

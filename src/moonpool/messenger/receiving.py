@@ -55,6 +55,8 @@ class Reading:
         self.count = count
         self.limit = len(keys)
         """The index of the first block that the peer has not got."""
+        self.damaged: set[int] = set()
+        """Blocks of which a run came with a wrong checksum."""
         self.first_byte = 0 if layers is None or not destinations else layers[0] * (destinations[0].nbytes // layers[1])
         """Where the wanted part begins in each block."""
         self._layers = layers
@@ -141,6 +143,7 @@ class Reading:
             digest = checksum(block.run(run))
         if digest != block.checksums[block.first_run + run]:
             self.count("checksum_failures", 1)
+            self.damaged.add(index)
             raise TransferError(f"run {run} of a block of key space {self.space} arrived with a wrong checksum")
         with self._lock:
             block.runs_left -= 1

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from moonpool.core.vocabulary import BlockKey, KeySpaceId
 from moonpool.errors import TransferError
+from moonpool.messenger.asking import tell_damaged
 from moonpool.messenger.calling import Calling
 from moonpool.messenger.channel import Channel
 from moonpool.messenger.connections import Connections
@@ -38,6 +39,8 @@ BACKGROUND_BYTES = 1 << 20
 MAX_CONNECTIONS = 64
 """To all peers together."""
 LONGEST_SECONDS = 3600.0
+TELL_SECONDS = 5.0
+"""To tell a peer that a block of it is damaged."""
 _COUNTERS = (
     "bytes_sent",
     "bytes_received",
@@ -101,9 +104,12 @@ class TcpMessenger:
         any order; blocks of a transfer that fails later have been read all the same. `group`: what this read has in
         common with others.
         """
-        return self._submit(
-            address, self._reading(space, keys, destinations, time_left, on_block, layers, priority, group)
-        )
+        reading = self._reading(space, keys, destinations, time_left, on_block, layers, group)
+        most = self._piece_bytes(sum(destination.nbytes for destination in destinations), priority)
+        transfer = Transfer(reading.pieces(most), reading.until, priority, reading.leading)
+        # When it is over its peer has let go of these blocks, or is about to.
+        transfer.future.add_done_callback(lambda _: self._tell_damaged(address, reading))
+        return self._submit(address, transfer)
 
     def carry(
         self,
@@ -165,17 +171,27 @@ class TcpMessenger:
         time_left: float,
         on_block: OnBlock | None,
         layers: tuple[int, int] | None,
-        priority: Priority,
         group: ReadGroup | None,
-    ) -> Transfer[int]:
+    ) -> Reading:
         if len(keys) != len(destinations):
             raise ValueError(f"{len(keys)} keys with {len(destinations)} destinations")
         if layers is not None and (layers[1] < 1 or any(target.nbytes % layers[1] for target in destinations)):
             raise ValueError(f"{layers[1]} runs do not fill their destinations")
         until = _until(time_left)
-        reading = Reading(space, keys, destinations, layers, group, until, on_block, self._count)
-        most = self._piece_bytes(sum(destination.nbytes for destination in destinations), priority)
-        return Transfer(reading.pieces(most), until, priority, reading.leading)
+        return Reading(space, keys, destinations, layers, group, until, on_block, self._count)
+
+    def _tell_damaged(self, address: str, reading: Reading) -> None:
+        """So that the peer looks at them, and others are spared them. What becomes of that changes nothing here."""
+        if not reading.damaged:
+            return
+        until = _until(TELL_SECONDS)
+        keys = [reading.keys[index] for index in sorted(reading.damaged)]
+        self.carry(
+            address,
+            lambda channel: tell_damaged(channel, reading.space, keys, until),
+            TELL_SECONDS,
+            priority=Priority.BACKGROUND,
+        )
 
     def _calling(self, work: Callable[[Channel], T], time_left: float, nbytes: int, priority: Priority) -> Transfer[T]:
         calling = Calling(work, nbytes)

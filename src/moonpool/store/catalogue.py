@@ -11,7 +11,7 @@ from enum import Enum
 
 from moonpool.core.vocabulary import BlockKey, BlockMeta, KeySpaceId
 from moonpool.messenger.questions import BUSY, LEASED, NO, PINNED, YES
-from moonpool.store.blocks import Blocks, Name
+from moonpool.store.blocks import Block, Blocks, Name
 from moonpool.store.copies import Copies
 from moonpool.store.pins import Pins
 from moonpool.store.shelf import Shelf
@@ -35,6 +35,8 @@ class Catalogue:
         self._shelf = shelf
         self._pins = pins
         self._copies = copies
+        self.damaged = 0
+        """Blocks in DRAM that were not what was put, since the start."""
 
     def places(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> list[Place]:
         """The best place of each."""
@@ -54,6 +56,26 @@ class Catalogue:
         with self._lock:
             self._copies.removed((space, key) for key in keys)
             return [self._remove((space, key)) for key in keys]
+
+    def drop(self, block: Block) -> int:
+        """Take a damaged block out of DRAM, pinned or not: YES; NO where it is not there any more; else why not.
+
+        What an SSD has of it has checksums of its own, and stays.
+        """
+        with self._lock:
+            name, eviction = block.name, self._blocks.eviction
+            if self._blocks.resident.get(name) is not block:
+                return NO
+            is_pinned = name in self._pins
+            if eviction.pins(name) > is_pinned:
+                return LEASED
+            if block.saving:
+                return BUSY
+            if is_pinned:
+                eviction.unpin([name])
+            self._blocks.drop(name)
+            self.damaged += 1
+            return YES
 
     def _place(self, name: Name) -> Place:
         if name in self._blocks.resident:

@@ -11,7 +11,17 @@ from typing import Any, TypeVar
 
 from moonpool.core.vocabulary import BlockKey, BlockMeta, KeySpaceId, RequestId
 from moonpool.errors import PoolBusyError, PoolError
-from moonpool.messenger.questions import GetBlocks, PutBlocks, Question, Refused, Reply, unpacked
+from moonpool.messenger.questions import (
+    VERIFIED_KEYS,
+    GetBlocks,
+    PutBlocks,
+    Question,
+    Refused,
+    Reply,
+    Verify,
+    marks,
+    unpacked,
+)
 from moonpool.messenger.transfer import Bytes
 from moonpool.store.arena import Arena
 from moonpool.store.blocks import Block
@@ -23,6 +33,7 @@ from moonpool.store.leases import Lease
 from moonpool.store.ledger import Ledger
 from moonpool.store.loader import Hold, Loader
 from moonpool.store.rooms import ClientId, Room
+from moonpool.store.verifying import Verifier
 
 T = TypeVar("T")
 
@@ -45,6 +56,7 @@ class Exchange:
         self._loader = loader
         self._desk = desk
         self._batch_bytes = batch_bytes
+        self._verifier = Verifier(arena, ledger)
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._waiting: set[Future[Any]] = set()
@@ -66,6 +78,8 @@ class Exchange:
             return LeaseDeparture(self._arena, self._ledger, self._ledger.leases.remote(REMOTE, space, keys))
 
     def answer(self, question: Question) -> Reply:
+        if isinstance(question, Verify):
+            return self._verified(question)
         reply = self._desk.answer_now(question)
         if reply is not None:
             return reply
@@ -73,6 +87,15 @@ class Exchange:
             return self._on_loop(self._desk.answer(question), 3 * ANSWER_SECONDS, lambda late: None)
         except PoolError as e:
             return Refused(str(e))
+
+    def _verified(self, question: Verify) -> Reply:
+        try:
+            keys = unpacked(question.keys)
+        except PoolError as e:
+            return Refused(str(e))
+        if len(keys) > VERIFIED_KEYS:
+            return Refused(f"{len(keys)} blocks to verify in one question; at most {VERIFIED_KEYS}: ask in parts")
+        return marks(self._verifier.verify(question.space, keys))
 
     def give(self, request: GetBlocks, is_gone: Callable[[], bool] = lambda: False) -> LeaseGift | str:
         space = request.space

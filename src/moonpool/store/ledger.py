@@ -118,6 +118,7 @@ class Ledger:
                 "pinned_bytes": self.pins.nbytes,
                 "evictions": self._blocks.evictions,
                 "demotions": self._blocks.demotions,
+                "dram_checksum_failures": self.catalogue.damaged,
             }
             counts = gauges | self.leases.counts | self.rooms.counts
             return {name: float(value) for name, value in counts.items()} | self.shelf.counters()

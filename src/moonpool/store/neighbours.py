@@ -162,7 +162,7 @@ class Neighbours:
             return nothing
         finally:
             self._asked.pop(serial, None)
-        holders = answer.holders()
+        holders: list[tuple[NodePeer, ...]] = answer.holders()
         if len(holders) != len(keys):
             log.warning("the Conductor named the holders of %d blocks, asked for %d", len(holders), len(keys))
             return nothing

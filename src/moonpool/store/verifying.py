@@ -1,0 +1,60 @@
+"""Whether blocks in DRAM are what was put: looked at where they lie, when a reader far away says that one is not.
+
+Whoever says so is not believed: a block goes only where its own bytes do not fit its own checksums.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from moonpool.core.vocabulary import BlockKey, KeySpaceId
+from moonpool.messenger.questions import BUSY, LEASED, NO
+from moonpool.messenger.transfer import checksum
+from moonpool.store.arena import Arena
+from moonpool.store.blocks import Block
+from moonpool.store.ledger import Ledger
+
+log = logging.getLogger(__name__)
+
+LEAVING_SECONDS = 0.5
+"""How long a reader that is just leaving is waited for: the one that says so, above all."""
+RETRY_SECONDS = 0.005
+
+
+class Verifier:
+    """Thread-safe. Takes the time that the blocks' bytes take to be summed up, without a lock."""
+
+    def __init__(self, arena: Arena, ledger: Ledger) -> None:
+        self._arena = arena
+        self._ledger = ledger
+        self._owner = ledger.own_client()
+
+    def verify(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> list[int]:
+        """A mark a key: YES where it was damaged and is gone, LEASED or BUSY where it was but stays for a reader or
+        for the SSD that writes it, NO where it is as it was put or is not in DRAM.
+        """
+        return [self._verify(space, key) for key in keys]
+
+    def _verify(self, space: KeySpaceId, key: BlockKey) -> int:
+        block = self._damaged(space, key)
+        if block is None:
+            return NO
+        until = time.monotonic() + LEAVING_SECONDS
+        while (mark := self._ledger.catalogue.drop(block)) in (LEASED, BUSY) and time.monotonic() < until:
+            time.sleep(RETRY_SECONDS)
+        is_kept = mark in (LEASED, BUSY)
+        log.warning("block %s in DRAM has a wrong checksum: %s", key.hex(), "still read" if is_kept else "dropped")
+        return mark
+
+    def _damaged(self, space: KeySpaceId, key: BlockKey) -> Block | None:
+        lease = self._ledger.leases.remote(self._owner, space, [key])
+        try:
+            for block in lease.blocks:
+                runs = self._arena.slice(block.offset, block.nbytes).reshape(block.space.runs, -1)
+                if any(checksum(run) != expected for run, expected in zip(runs, block.checksums, strict=True)):
+                    return block
+            return None
+        finally:
+            self._ledger.leases.end(self._owner, lease.id)
