@@ -61,6 +61,15 @@ def test_what_is_left_out_has_a_default(folder: Path, monkeypatch: pytest.Monkey
             {"instances": [{"url": "http://a", "kv-events": "tcp://a:1", "kv-events-listen": "tcp://b:1"}]},
             "not both",
         ),
+        (
+            {
+                "instances": [
+                    {"url": "http://a", "role": "prefill", "kv-transfer-params": True},
+                    {"url": "http://b", "role": "decode"},
+                ]
+            },
+            "must have it, or none",
+        ),
         ({"model": ""}, "model"),
     ],
 )

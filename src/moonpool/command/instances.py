@@ -35,6 +35,7 @@ class Server(Struct, frozen=True, rename="kebab", forbid_unknown_fields=True):
     kv_events_listen: Annotated[str, Meta(pattern=ZMQ_ADDRESS)] | None = None
     kv_events_replay: Annotated[str, Meta(pattern=ZMQ_ADDRESS)] | None = None
     pool: bool = False
+    kv_transfer_params: bool = False
     stall_seconds: Annotated[float, Meta(gt=0, le=86400)] = 120.0
 
 
@@ -97,6 +98,8 @@ def read_instances(file: Path) -> External:
     for one, other in (("prefill", "decode"), ("decode", "prefill")):
         if one in roles and not roles & {other, "both"}:
             raise ConfigError(f"{file}: there are {one} instances, but none of role {other} or both to go with them")
+    if len({i.kv_transfer_params for i in instances if i.role != "both"}) > 1:
+        raise ConfigError(f"{file}: kv-transfer-params: all instances of role prefill and decode must have it, or none")
     config = ExternalConfig(read.model, instances, read.kv_bytes_per_token, read.pool_tokens)
     keys = frozenset(server.api_key_env for server in read.instances if server.api_key_env is not None)
     return External(_tokenizer(file, read.tokenizer), config, allowed, keys)
@@ -149,6 +152,7 @@ def instance_of(where: str, server: Server, id_: str) -> Instance:
         listens_for_kv_events=server.kv_events_listen is not None,
         kv_events_replay=server.kv_events_replay,
         pool=server.pool,
+        kv_transfer_params=server.kv_transfer_params,
         stall_seconds=server.stall_seconds,
     )
 

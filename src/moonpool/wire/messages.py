@@ -24,6 +24,8 @@ from moonpool.core.vocabulary import (
     TimeLeft,
 )
 
+MAX_TRANSFER_BYTES = 1 << 20
+
 
 class Sampling(Struct, frozen=True):
     """How the next tokens of one request are drawn. A draw is Philox(seed, choice, output position)."""
@@ -77,6 +79,9 @@ class HandOver(Struct, frozen=True, tag=True):
     work: Work
     prefill: Peer
     cached_tokens: Count
+    transfer: Annotated[bytes, Meta(max_length=MAX_TRANSFER_BYTES)] = b""
+    """Between external instances that hand over by themselves: what prefill's server gave for decode's, JSON. Then
+    `work.tokens` ends before the token just drawn: decode draws it."""
 
 
 class Abandon(Struct, frozen=True, tag=True):

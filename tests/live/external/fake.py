@@ -63,6 +63,8 @@ class FakeVllm:
         self.usage_name = "kv_cache_usage_perc"
         self.cached_tokens: int | None = None
         """None: it does not tell."""
+        self.gives_transfer = False
+        """It has a connector that hands over by `kv_transfer_params`."""
         self._runner: web.AppRunner | None = None
 
     @property
@@ -108,6 +110,8 @@ class FakeVllm:
         if self.status != 200:
             error = {"message": "as it was told to", "type": "BadRequestError", "param": None, "code": self.status}
             return web.json_response({"error": error}, status=self.status)
+        if not body["stream"]:
+            return web.json_response(self._whole(body))
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         self.running += 1
@@ -119,6 +123,16 @@ class FakeVllm:
         finally:
             self.running -= 1
         return response
+
+    def _whole(self, body: dict[str, Any]) -> dict[str, Any]:
+        self._use(body["prompt"])
+        choice = _choice(body, next_token(body["prompt"]), "length", first=True)
+        usage: dict[str, Any] = {"prompt_tokens": len(body["prompt"])}
+        if self.cached_tokens is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
+        keeps = self.gives_transfer and body["kv_transfer_params"]["do_remote_decode"]
+        transfer = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_port": self.port}
+        return {"choices": [choice], "usage": usage, "kv_transfer_params": transfer if keeps else None}
 
     async def _stream(self, request: web.Request, response: web.StreamResponse, body: dict[str, Any]) -> None:
         tokens = list(body["prompt"])

@@ -98,6 +98,10 @@ class Adapter:
         self._life.spawn(self._watch())
         await self._life.run(self._hear, self._gateways, self._drop_gateway, lambda: None)
 
+    @property
+    def _gives_transfer(self) -> bool:
+        return self._instance.role == "prefill" and self._instance.kv_transfer_params
+
     # ---- what the cluster hears of it
 
     def _report(self) -> Reported:
@@ -142,8 +146,8 @@ class Adapter:
         match envelope.body:
             case PrefillOrder(work) if self._instance.kind.prefills:
                 self._begin(work)
-            case HandOver(work, _, cached) if self._instance.kind.decodes:
-                self._begin(work, cached)
+            case HandOver(work, _, cached, transfer) if self._instance.kind.decodes:
+                self._begin(work, cached, transfer)
             case Cancel(request, attempt) | Abandon(request, attempt):
                 self._drop_up_to(request, attempt)
             case Stop(request, attempt):
@@ -154,8 +158,8 @@ class Adapter:
                     *(type(other).__name__, envelope.sender.id, self._instance.id, self._instance.role),
                 )
 
-    def _begin(self, work: Work, prompt_cached: int | None = None) -> None:
-        """`prompt_cached`: tokens, of what was prefilled elsewhere."""
+    def _begin(self, work: Work, prompt_cached: int | None = None, transfer: bytes = b"") -> None:
+        """`prompt_cached`: tokens, of what was prefilled elsewhere; `transfer`: as its server said."""
         if self._ended.has(work.request, work.attempt) or (work.request, work.attempt) in self._jobs:
             return
         self._drop_up_to(work.request, work.attempt - 1)
@@ -163,7 +167,8 @@ class Adapter:
         limit = hit_limit(len(work.tokens), self._space.block_tokens)
         blocks = max(cache.match(work.keys[:limit]) for cache in self._caches)
         cached = blocks * self._space.block_tokens
-        job = Job(work, now, list(work.tokens), cached, prompt_cached, prompt_cached is not None, heard_at=now)
+        handed = prompt_cached is not None
+        job = Job(work, now, list(work.tokens), cached, prompt_cached, transfer, handed, heard_at=now)
         if not self._jobs:
             self._heard_at = now
         self._jobs[job.id] = job
@@ -201,7 +206,14 @@ class Adapter:
 
     async def _serve(self, job: Job) -> None:
         is_prefill = self._instance.role == "prefill"
-        body = body_of(job.work, self._model, priorities=self._instance.priorities, only_first=is_prefill)
+        body = body_of(
+            job.work,
+            self._model,
+            priorities=self._instance.priorities,
+            only_first=is_prefill,
+            gives_transfer=self._gives_transfer,
+            transfer=job.transfer,
+        )
         try:
             async with asyncio.timeout(max(job.time_left(), 0.0)), aclosing(self._server.complete(body)) as pieces:
                 async for piece in pieces:
@@ -230,10 +242,15 @@ class Adapter:
             if piece.finish is not None:
                 raise FaultError(f"it ended the request ({piece.finish}) without a token")
             return
+        if self._gives_transfer and not piece.transfer:
+            raise FaultError("it gives no kv_transfer_params: has it a connector that hands over?")
+        job.transfer = piece.transfer or job.transfer
         job.heard_at = self._heard_at = now = time.monotonic()
         is_first, out = not job.is_answered, []
         for at, drawn in enumerate(piece.drawn, 1):
             token = self._token(job, drawn, piece.finish if at == len(piece.drawn) else None)
+            if self._gives_transfer and token.finish is None:
+                break  # the decode server has KV up to here, and draws it itself
             job.tokens.append(drawn.token)
             if token.finish is None:
                 out.append(token)
@@ -325,9 +342,9 @@ class Adapter:
         log.info("request %s: %s attempt %d finished, %d tokens", job.work.label, *job.id, job.position)
 
     def _hand_over(self, job: Job) -> None:
-        """The KV is in the pool, where the decode instance's server finds it."""
+        """The KV is in the pool, where the decode instance's server finds it, or where the server said."""
         work = structs.replace(job.work, tokens=tuple(job.tokens), time_left=max(job.time_left(), 0.0))
-        self._life.link.post(work.place.decode, HandOver(work, self._life.link.me, job.cached_tokens))
+        self._life.link.post(work.place.decode, HandOver(work, self._life.link.me, job.cached_tokens, job.transfer))
 
     def _failed(self, job: Job, reason: str) -> None:
         """Before its first token the request failed in prefill, after it in decode."""

@@ -36,6 +36,9 @@ class Instance(Struct, frozen=True):
     kv_events_replay: str | None = None
     pool: bool = False
     """It has Moonpool's connector: what it computes comes into the pool, and what is there it loads."""
+    kv_transfer_params: bool = False
+    """It has a connector by which servers hand over to each other: prefill's gives `kv_transfer_params`, decode's takes
+    them. Else what prefill has computed comes to decode by way of the pool."""
     stall_seconds: float = 120.0
     """A request for which nothing comes for so long is given up."""
 

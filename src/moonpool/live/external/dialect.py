@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from moonpool.errors import MoonpoolError
-from moonpool.wire.messages import Sampling, Work
+from moonpool.wire.messages import MAX_TRANSFER_BYTES, Sampling, Work
 
 MOST_LINE_BYTES = 64 << 20
 """Of one event: the first one repeats the prompt's token ids."""
@@ -23,6 +23,17 @@ _SAMPLE = re.compile(r"^(vllm:\w+)(?:\{(.*)\})? (\S+)$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 """New name, old name."""
+
+
+_KEEP_FOR_ANOTHER = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""As vLLM's own proxies for prefill and decode ask for it."""
 
 
 class FaultError(MoonpoolError):
@@ -53,6 +64,8 @@ class Piece(Struct, frozen=True):
     """`stop` or `length`."""
     cached_tokens: int | None = None
     is_last: bool = False
+    transfer: bytes = b""
+    """`kv_transfer_params`, for the server that goes on with it."""
 
 
 class Load(Struct, frozen=True):
@@ -98,6 +111,7 @@ class _Event(Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: _Error | None = None
+    kv_transfer_params: msgspec.Raw = msgspec.Raw()
 
 
 class _Problem(Struct):
@@ -116,8 +130,20 @@ class _Models(Struct):
     data: list[_Model]
 
 
-def body_of(work: Work, model: str, *, priorities: bool, only_first: bool) -> dict[str, object]:
-    """A completion that goes on from all of `work.tokens`. `only_first`: one token, whose KV nobody computes."""
+def body_of(
+    work: Work,
+    model: str,
+    *,
+    priorities: bool,
+    only_first: bool,
+    gives_transfer: bool = False,
+    transfer: bytes = b"",
+) -> dict[str, object]:
+    """A completion that goes on from all of `work.tokens`. `only_first`: one token, whose KV nobody computes.
+
+    `gives_transfer`: its KVCache is kept for another server; the answer, which comes whole, says where. `transfer`:
+    what that answer said.
+    """
     sampling, produced = work.sampling, len(work.tokens) - work.prompt_tokens
     body: dict[str, object] = {
         "model": model,
@@ -147,6 +173,12 @@ def body_of(work: Work, model: str, *, priorities: bool, only_first: bool) -> di
         body["cache_salt"] = work.salt
     if priorities:
         body["priority"] = work.place.rank
+    if gives_transfer:
+        # Only a whole answer has it.
+        del body["stream_options"]
+        body |= {"stream": False, "kv_transfer_params": _KEEP_FOR_ANOTHER}
+    elif transfer:
+        body["kv_transfer_params"] = msgspec.Raw(transfer)
     return body
 
 
@@ -180,6 +212,10 @@ class Events:
         if len(self._rest) > MOST_LINE_BYTES:
             raise FaultError(f"it sends an event of more than {MOST_LINE_BYTES} bytes")
 
+    def whole(self, data: bytes) -> Piece:
+        """Of an answer that is no stream. Raises as `feed`."""
+        return self._piece(data)
+
     def _piece(self, data: bytes) -> Piece:
         if data == b"[DONE]":
             return Piece(is_last=True)
@@ -197,7 +233,10 @@ class Events:
         finish = choice.finish_reason
         if finish not in (None, "stop", "length"):
             raise FaultError(f"it ended the request: {finish}")
-        return Piece(self._drawn(choice), finish, cached)
+        transfer = bytes(event.kv_transfer_params)
+        if len(transfer) > MAX_TRANSFER_BYTES:
+            raise FaultError(f"it gives {len(transfer)} bytes of kv_transfer_params, more than {MAX_TRANSFER_BYTES}")
+        return Piece(self._drawn(choice), finish, cached, transfer=b"" if transfer == b"null" else transfer)
 
     def _drawn(self, choice: _Choice) -> tuple[Drawn, ...]:
         if choice.token_ids is None:

@@ -20,6 +20,8 @@ class Job:
     """As expected, until the server says it."""
     prompt_cached: int | None = None
     """Of the prompt, where it was prefilled by another instance."""
+    transfer: bytes = b""
+    """`kv_transfer_params`: from the server that prefilled it, or for the one that goes on with it."""
     has_first: bool = False
     """It was handed over with its first token, or has it from here."""
     task: asyncio.Task[None] | None = None

@@ -71,7 +71,9 @@ class Server:
         return load_in((await self._get("/metrics")).decode(errors="replace"))
 
     async def complete(self, body: Mapping[str, object]) -> AsyncGenerator[Piece, None]:
-        """Pieces up to the last; an end before it is a fault. Leaving early makes the server drop the request.
+        """Pieces up to the last, or a whole answer's one; an end before it is a fault.
+
+        Leaving early makes the server drop the request.
 
         Raises RefusedError where the server does not take the request.
         """
@@ -85,6 +87,9 @@ class Server:
             ) as response:
                 if response.status != 200:
                     raise _problem(response.status, await response.content.read(MOST_ANSWER_BYTES))
+                if not body["stream"]:
+                    yield events.whole(await response.read())
+                    return
                 async for data in response.content.iter_any():
                     for piece in events.feed(data):
                         yield piece
