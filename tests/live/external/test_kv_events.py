@@ -191,7 +191,8 @@ def test_gaps_are_replayed_and_what_cannot_be_is_forgotten() -> None:
             await publisher.publish(SECOND, lost=True)
             await publisher.publish()
             await until(keys)
-            assert (follower.gaps, follower.batches) == (0, 3)
+            # The empty batch comes after what was waited for.
+            assert (follower.gaps, follower.batches) in ((0, 2), (0, 3))
             publisher.kept.clear()
             await publisher.publish(CLEARED, lost=True)
             publisher.kept.clear()
