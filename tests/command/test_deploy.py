@@ -1,0 +1,67 @@
+"""The examples in deploy/ name flags and keys that there are."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer.main
+import yaml
+
+from moonpool.cli import app
+from moonpool.command.instances import read_instances
+from moonpool.connectors.settings import read_settings
+
+FOLDER = Path(__file__).parents[2] / "deploy" / "vllm"
+SERVICES = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]
+
+
+def commands() -> Iterator[list[str]]:
+    """The words after `moonpool`, and after `vllm serve`."""
+    for unit in sorted(FOLDER.glob("*.service")):
+        text = unit.read_text().replace("\\\n", " ")
+        words = shlex.split(re.findall(r"^ExecStart=(.*)$", text, re.MULTILINE)[0])
+        yield words[1:]
+    for service in SERVICES.values():
+        command = service["command"]
+        yield shlex.split(command) if isinstance(command, str) else ["serve", *command]
+
+
+COMMANDS = list(commands())
+OURS = [words for words in COMMANDS if words[0] != "serve"]
+VLLM = [words for words in COMMANDS if words[0] == "serve"]
+
+
+@pytest.mark.parametrize("words", OURS, ids=" ".join)
+def test_flags_are_known(words: list[str]) -> None:
+    group = typer.main.get_command(app)
+    known = {name for param in group.commands[words[0]].params for name in param.opts}  # type: ignore[attr-defined]
+    given = {word.partition("=")[0] for word in words if word.startswith("--")}
+    assert given
+    assert given <= known
+
+
+def test_servers_load_the_connector() -> None:
+    assert len(VLLM) == 3
+    for words in VLLM:
+        text = " ".join(words)
+        found = re.search(r"--kv-transfer-config[ =](\{.*?\}\})", text)
+        assert found, text
+        config = json.loads(found[1])
+        assert config["kv_connector_module_path"] == "moonpool.connectors.vllm"
+        assert config["kv_load_failure_policy"] == "recompute"
+        assert read_settings(config["kv_connector_extra_config"]).node.startswith("/run/moonpool/")
+
+
+def test_the_gateway_s_file_names_the_servers_of_compose(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    file = tmp_path / "vllm.yaml"
+    file.write_text((FOLDER / "vllm.yaml").read_text().replace("/model", str(tmp_path)))
+    read = read_instances(file).instances
+    ports = [word.partition("=")[2] for words in VLLM for word in words if word.startswith("--port=")]
+    assert [instance.url for instance in read.instances] == [f"http://127.0.0.1:{port}" for port in ports]
+    assert all(instance.pool for instance in read.instances)
