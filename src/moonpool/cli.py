@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from moonpool.command.instances import External
     from moonpool.core.settings import ConductorConfig
     from moonpool.engine.pipeline import StageEngine
+    from moonpool.live.kv_events.stream import StreamConfig
     from moonpool.live.process import Work
     from moonpool.wire.link import Link
     from moonpool.wire.recorder import JournalConfig
@@ -53,7 +54,7 @@ BlockSize = Annotated[
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave malformed lines out and count them.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-CLUSTER = ("model", "fleet", "pool", "batch", "front", "placement", "journal", "log")
+CLUSTER = ("model", "fleet", "pool", "batch", "front", "placement", "events", "journal", "log")
 
 
 def _show_version(wanted: bool) -> None:
@@ -95,7 +96,7 @@ def serve(config: Config, token: str | None) -> int:
 
 
 @app.command(rich_help_panel="Parts, each started alone")
-@with_flags("part", "front", "external", "model", "placement", "journal", "log", others=CLUSTER)
+@with_flags("part", "front", "external", "model", "placement", "events", "journal", "log", others=CLUSTER)
 def gateway(config: Config, token: str | None) -> int:
     """A gateway; without --conductor it embeds the Conductor, which other parts then join at --control-port.
 
@@ -106,7 +107,7 @@ def gateway(config: Config, token: str | None) -> int:
 
 @app.command(rich_help_panel="Parts, each started alone")
 @with_flags(
-    *("part", "placement", "journal", "log"),
+    *("part", "placement", "events", "journal", "log"),
     others=CLUSTER,
     without=("conductor", "node", "data-port", "run-dir"),
 )
@@ -649,7 +650,7 @@ def _gateway(config: Config, token: str | None, part: PartId) -> Work:
         allowed_hosts=tuple(name.strip() for name in config.front.allowed_hosts.split(",") if name.strip()),
         admin_key=admin_key(),
     )
-    rules, journal = _rules(config), _journal(config)
+    rules, journal, events = _rules(config), _journal(config), _events(config)
     listener = listen(config.front.host, config.front.port)
 
     async def serve(link: Link, conductor: str) -> None:
@@ -674,7 +675,7 @@ def _gateway(config: Config, token: str | None, part: PartId) -> Work:
             _open(part, config, token, 0, conducts=chief.me.address) as link,
         ):
             async with asyncio.TaskGroup() as group:
-                group.create_task(run_conductor(chief, rules, journal=journal))
+                group.create_task(run_conductor(chief, rules, journal=journal, events=events, token=token))
                 group.create_task(serve(link, chief.me.address))
 
     return work
@@ -683,11 +684,11 @@ def _gateway(config: Config, token: str | None, part: PartId) -> Work:
 def _conductor_alone(config: Config, token: str | None, part: PartId) -> Work:
     from moonpool.live.conductor import run_conductor
 
-    rules, journal = _rules(config), _journal(config)
+    rules, journal, events = _rules(config), _journal(config), _events(config)
 
     async def work() -> None:
         with _open(part, config, token, config.part.control_port) as link:
-            await run_conductor(link, rules, journal=journal)
+            await run_conductor(link, rules, journal=journal, events=events, token=token)
 
     return work
 
@@ -854,6 +855,16 @@ def _class_names(config: Config) -> tuple[str, ...]:
 
     names = tuple(c.name for c in config.placement.classes)
     return (*names, BATCH.name) if names else ()
+
+
+def _events(config: Config) -> StreamConfig | None:
+    from moonpool.live.kv_events.stream import StreamConfig
+
+    port, replay = config.events.kv_events_port, config.events.kv_events_replay_port
+    if port is None:
+        return None
+    following = port + 1 if port else 0
+    return StreamConfig(config.events.kv_events_host, port, following if replay is None else replay)
 
 
 def _journal(config: Config) -> JournalConfig | None:

@@ -147,6 +147,21 @@ class PlacementConfig(Struct, frozen=True):
     ] = 256
 
 
+class EventsConfig(Struct, frozen=True):
+    """For routers of others."""
+
+    kv_events_port: Annotated[
+        Port | None,
+        Meta(description="port at which the pool's blocks are published as vLLM's KV events (0: any; default: none)"),
+    ] = None
+    kv_events_replay_port: Annotated[
+        Port | None, Meta(description="port for replays of them (0: any; default: the next one)")
+    ] = None
+    kv_events_host: Annotated[
+        str, Meta(min_length=1, description="address of both; whoever reaches it reads token ids")
+    ] = "127.0.0.1"
+
+
 class JournalConfig(Struct, frozen=True):
     journal: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
@@ -195,6 +210,7 @@ class Config(Struct, frozen=True):
     front: FrontConfig = FrontConfig()
     external: ExternalConfig = ExternalConfig()
     placement: PlacementConfig = PlacementConfig()
+    events: EventsConfig = EventsConfig()
     journal: JournalConfig = JournalConfig()
     log: LogConfig = LogConfig()
     part: PartConfig = PartConfig()

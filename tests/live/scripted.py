@@ -40,7 +40,7 @@ class Layers:
         self._there = np.zeros((len(blocks), runs), bool)
         self.views = [np.full(block.nbytes, GARBAGE, np.uint8) for block in blocks]
         self.closed = False
-        self.stream = Stream(self._close, self.views, 0 if blocks else runs, 0, not blocks)
+        self.stream = Stream(self._close, 0, self.views, 0 if blocks else runs, 0, not blocks)
 
     def _close(self) -> None:
         self.closed = True
@@ -84,6 +84,8 @@ class ScriptedNode:
             self.room.tail = np.zeros(tail_bytes, np.uint8)
         self.completed: set[tuple[int, int]] = set()
         self.repeated: list[tuple[int, int]] = []
+        self.told: tuple[int, ...] = ()
+        """Tokens of the room's blocks."""
         self._script = script
         self._threads: list[threading.Thread] = []
 
@@ -99,6 +101,9 @@ class ScriptedNode:
         future: Future[Room] = Future()
         future.set_result(self.room)
         return future
+
+    def tell_tokens(self, room: Room | Stream, tokens: Sequence[int]) -> None:
+        self.told = tuple(tokens)
 
     def complete(self, room: Room, runs: Sequence[tuple[int, int, int]], checksums: Sequence[int]) -> None:
         for index, first, _ in runs:

@@ -27,6 +27,8 @@ class Save(Struct, frozen=True):
     blocks: tuple[int, ...]
     fresh: int
     """So many of them, the last ones, this step completes."""
+    tokens: tuple[int, ...] = ()
+    """Of these blocks."""
 
 
 class StepPlan(Struct, frozen=True):

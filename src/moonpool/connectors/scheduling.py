@@ -171,7 +171,8 @@ class SchedulerHalf:
             return None
         fresh, known.stored = whole - known.stored, whole
         keys, places = known.chain(whole), tuple(known.blocks[:whole])
-        return Save(RequestId(name), self._step, known.space, keys, places, fresh)
+        ids = tuple(known.request.all_token_ids[: whole * known.space.block_tokens])
+        return Save(RequestId(name), self._step, known.space, keys, places, fresh, ids)
 
 
 def _is_told_by_tokens(request: VllmRequest) -> bool:

@@ -176,7 +176,10 @@ class WorkerHalf:
         until = time.monotonic() + self._settings.save_seconds
         for save in storing.saves:
             try:
-                storing.rooms.append((save, self._room(storing.client, save, until)))
+                room = self._room(storing.client, save, until)
+                storing.rooms.append((save, room))
+                if self._rank == 0:
+                    storing.client.tell_tokens(room, save.tokens)
             except (PoolError, LateError) as e:
                 self._counters.add("dropped_blocks", save.fresh)
                 self._counters.say("room", f"blocks are not stored: {e or 'the node does not answer in time'}")

@@ -19,7 +19,7 @@ from moonpool.core.replication import order_copies
 from moonpool.core.requests import Phase, Request
 from moonpool.core.settings import ConductorConfig, Decisions
 from moonpool.core.snapshot import Snapshot, freeze, thaw
-from moonpool.core.state import ConductorState, describe
+from moonpool.core.state import BlocksPage, BlockState, ConductorState, describe
 from moonpool.core.vocabulary import BlockKey, KeySpaceId, NodePeer, PartId, PartKind, Peer, RequestId
 from moonpool.core.why import Waiting, Weighing
 
@@ -100,6 +100,33 @@ class Conductor:
         nodes, lends = self._fleet.nodes, self._fleet.lends
         holders = self._directory.holders(space, keys)
         return [tuple(nodes[node].peer for node in found if lends(node)) for found in holders]
+
+    def held(
+        self, space: KeySpaceId, keys: Sequence[BlockKey]
+    ) -> list[tuple[tuple[NodePeer, ...], tuple[NodePeer, ...]]]:
+        """Of each block the nodes that give it to others, in DRAM and on SSD."""
+        peers = {id_: node.peer for id_, node in self._fleet.nodes.items()}
+        giving = {id_: peer for id_, peer in peers.items() if self._fleet.lends(id_) and peer.data_address}
+        return [
+            (tuple(giving[n] for n in dram if n in giving), tuple(giving[n] for n in ssd if n in giving))
+            for dram, ssd in self._directory.tiers(space, keys)
+        ]
+
+    def blocks(self, after: str, most: int) -> BlocksPage:
+        """About `most` of the blocks that nodes give to others; `after`: where the page before said that it ends.
+
+        Whatever is there all the while is on one page. Raises ValueError for a place that no page has named.
+        """
+        found, following = self._directory.page(after, most)
+        return BlocksPage(
+            tuple(
+                BlockState(key.hex(), space, tuple(n.id for n in dram), tuple(n.id for n in ssd))
+                for space, keys in found
+                for key, (dram, ssd) in zip(keys, self.held(space, keys), strict=True)
+                if dram or ssd
+            ),
+            following,
+        )
 
     def parts(self) -> tuple[Peer, ...]:
         """Who is there now, in order of registration."""

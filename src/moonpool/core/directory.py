@@ -213,6 +213,34 @@ class Directory:
         """Of each block by itself the nodes that have it in any tier, by id."""
         return [tuple(self.match(Chain(space, (key,)))) for key in keys]
 
+    def tiers(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> list[tuple[tuple[PartId, ...], tuple[PartId, ...]]]:
+        """Of each block who has it in DRAM, and who on SSD, by id."""
+        tiers = self._spaces.get(space)
+        if not tiers:
+            return [((), ())] * len(keys)
+        dram, ssd, live, named = tiers[Tier.DRAM].get, tiers[Tier.SSD].get, self._live, self._named
+        return [(named(dram(key) & live), named(ssd(key) & live)) for key in keys]
+
+    def page(self, after: str, most: int) -> tuple[list[tuple[KeySpaceId, list[BlockKey]]], str]:
+        """Keys of about `most` blocks in some tier, and where the next page goes on; empty: there is none.
+
+        `after`: what the page before has said; empty: from the start. Whatever is there meanwhile, and stays, is on one
+        of the pages. Raises ValueError for a place that no page has named.
+        """
+        place, count = _place(after), 0
+        found: list[tuple[KeySpaceId, list[BlockKey]]] = []
+        spaces = list(self._spaces)
+        for number in range(place[0], len(spaces)):
+            dram, ssd = (self._spaces[spaces[number]][tier].shards for tier in Tier)
+            for shard in range(place[1] if number == place[0] else 0, SHARDS):
+                if count >= most:
+                    return found, f"{number}.{shard}"
+                keys = [*dram[shard], *(key for key in ssd[shard] if key not in dram[shard])]
+                if keys:
+                    found.append((spaces[number], keys))
+                    count += len(keys)
+        return found, ""
+
     def health(self, node: PartId) -> IndexHealth:
         return self._holders[node].health
 
@@ -286,6 +314,10 @@ class Directory:
                 mask ^= bit
             return nodes
         return [self._by_bit[1 << at] for at, digit in enumerate(reversed(f"{mask:b}")) if digit == "1"]
+
+    def _named(self, mask: int) -> tuple[PartId, ...]:
+        """Whose bits these are, by id."""
+        return (self._sets.get(mask) or self._set_of(mask)) if mask else ()
 
     def _set_of(self, mask: int) -> tuple[PartId, ...]:
         if len(self._sets) >= _SETS_REMEMBERED:
@@ -378,6 +410,14 @@ class Directory:
                     for node in self._nodes(mask & self._live):
                         counted[node, tier] += 1
         assert counted == {(node, tier): n for node, h in self._holders.items() for tier, n in h.counts.items()}
+
+
+def _place(after: str) -> tuple[int, int]:
+    """Of a page: the number of its key space, and of the shard."""
+    number, _, shard = after.partition(".")
+    if after and not (number.isdecimal() and shard.isdecimal() and len(after) < 32):
+        raise ValueError(f"{after!r} is no place where a page of blocks begins")
+    return (int(number), int(shard)) if after else (0, 0)
 
 
 def _degrade(holder: _Holder) -> bool:

@@ -88,6 +88,25 @@ class ConductorState(Struct, frozen=True):
     """By part, as it sends them; filled in by the driver."""
 
 
+class BlockState(Struct, frozen=True):
+    """A whole block that is in the pool."""
+
+    key: str
+    """Hex."""
+    space: str
+    dram: tuple[str, ...]
+    """Nodes that have it there."""
+    ssd: tuple[str, ...]
+
+
+class BlocksPage(Struct, frozen=True):
+    """Of all blocks in the pool, as the directory knows it."""
+
+    blocks: tuple[BlockState, ...]
+    next: str
+    """Where the next page begins; empty: this is the last."""
+
+
 def describe(
     config: ConductorConfig, fleet: Fleet, directory: Directory, requests: Requests, decisions: Decisions, now: float
 ) -> ConductorState:

@@ -22,7 +22,7 @@ from moonpool.gateway.completions import Completions, Desk
 from moonpool.gateway.front import Front
 from moonpool.gateway.meters import Meters
 from moonpool.gateway.presence import unless, until_gone
-from moonpool.gateway.problem import ApiError
+from moonpool.gateway.problem import ApiError, invalid
 from moonpool.gateway.registry import InstancePages, Registry
 from moonpool.gateway.turns import Check
 
@@ -47,6 +47,7 @@ def make_app(desk: Desk, meters: Meters, registry: Registry | None = None) -> AS
         "/metrics": pages.metrics,
         "/cluster": pages.cluster,
         "/cluster/requests/{request:path}": pages.request,
+        "/cluster/blocks": pages.blocks,
         "/v1/models": pages.models,
         "/v1/models/{model:path}": pages.model,
     }
@@ -146,6 +147,18 @@ class Pages:
             )
             raise ApiError(404, message, code="request_not_found")
         return Response(stories, media_type="application/json")
+
+    async def blocks(self, request: Request) -> Response:
+        """A page of the blocks in the pool: which node has which, in which tier; `after` is the `next` of another."""
+        self._check_admin(request)
+        after = request.query_params.get("after", "")
+        try:
+            page = await self._desk.cluster.describe(blocks_after=after)
+        except PeerUnavailableError as e:
+            raise ApiError(503, str(e), code="no_conductor") from None
+        if page == b"null":
+            raise invalid("after", f"no page of blocks begins at {after[:128]!r}: take the `next` of the page before")
+        return Response(page, media_type="application/json")
 
     async def metrics(self, request: Request) -> Response:
         """The gateway's own, and, while the Conductor answers, the counters of all parts."""

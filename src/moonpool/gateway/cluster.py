@@ -131,8 +131,9 @@ class Cluster:
         self._link.post(generation.place.decode, Stop(generation.request, generation.attempt))
         self._end(generation, Completed("stop"))
 
-    async def describe(self, request: str = "") -> bytes:
-        """The Conductor's state, a JSON document; or what it knows of one request, by its id or its x-request-id.
+    async def describe(self, request: str = "", blocks_after: str | None = None) -> bytes:
+        """The Conductor's state, a JSON document; or what it knows of one request, by its id or its x-request-id; or a
+        page of the blocks in the pool.
 
         Raises PeerUnavailableError within DESCRIBE_SECONDS.
         """
@@ -142,7 +143,9 @@ class Cluster:
         self._descriptions[serial] = answer
         try:
             async with asyncio.timeout(DESCRIBE_SECONDS):
-                await self._link.send(self._membership.conductor, Describe(self._link.me, serial, request))
+                await self._link.send(
+                    self._membership.conductor, Describe(self._link.me, serial, request, blocks_after)
+                )
                 return await answer
         except TimeoutError:
             raise PeerUnavailableError(f"the Conductor gave no answer within {DESCRIBE_SECONDS:g} s") from None

@@ -16,7 +16,11 @@ import msgspec
 from moonpool.core import actions as act
 from moonpool.core import events as ev
 from moonpool.core.conductor import Conductor, ConductorConfig
-from moonpool.core.vocabulary import KeySpaceId, NodePeer, PartId, Peer, RequestId
+from moonpool.core.state import BlockState
+from moonpool.core.vocabulary import BlockKey, KeySpaceId, NodePeer, PartId, Peer, RequestId
+from moonpool.live.kv_events.publisher import KvPublisher
+from moonpool.live.kv_events.schema import hash_of
+from moonpool.live.kv_events.stream import StreamConfig
 from moonpool.wire.link import Link
 from moonpool.wire.membership import Books
 from moonpool.wire.messages import Counters, Describe, Description, Envelope, Locate, Located
@@ -28,17 +32,28 @@ log = logging.getLogger(__name__)
 BURST = 64
 """Envelopes handled in a row before timers get their turn."""
 REMEMBERED_LABELS = 8192
+BLOCKS_A_PAGE = 4096
+"""Of /cluster/blocks, and what one shard of the directory has more."""
 RECENT_REQUESTS = 16
 """In /cluster, with what decided their fate."""
 
 
 async def run_conductor(
-    link: Link, config: ConductorConfig, *, seed: int | None = None, journal: JournalConfig | None = None
+    link: Link,
+    config: ConductorConfig,
+    *,
+    seed: int | None = None,
+    journal: JournalConfig | None = None,
+    events: StreamConfig | None = None,
+    token: str | None = None,
 ) -> None:
-    """Runs until cancelled. An exception from the decision core is logged with its event and passes through."""
+    """Runs until cancelled. `events`: where KV events are published; `token`: the cluster's, with which nodes are asked
+       for them. Raises ConfigError where they cannot be.
+    An exception from the decision core is logged with its event and passes through."""
     core = Conductor(config, secrets.randbits(32) if seed is None else seed)
     recorder = None if journal is None else Recorder(journal, config, core, link.me.incarnation)
-    driver = _Driver(link, core, recorder)
+    publisher = None if events is None else KvPublisher(events, core.held, token)
+    driver = _Driver(link, core, recorder, publisher)
     log.info("conductor at %s: placement %s, admission %s", link.me.address, config.placement, config.admission)
     if journal is not None:
         log.info("journal in %s", journal.directory)
@@ -46,6 +61,8 @@ async def run_conductor(
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(driver.receive())
             tasks.create_task(driver.wake())
+            if publisher is not None:
+                tasks.create_task(publisher.run())
     except* Exception as group:
         raise group.exceptions[0] from None
     finally:
@@ -54,10 +71,13 @@ async def run_conductor(
 
 
 class _Driver:
-    def __init__(self, link: Link, conductor: Conductor, recorder: Recorder | None) -> None:
+    def __init__(
+        self, link: Link, conductor: Conductor, recorder: Recorder | None, publisher: KvPublisher | None
+    ) -> None:
         self._link = link
         self._conductor = conductor
         self._recorder = recorder
+        self._publisher = publisher
         self._stories = Stories()
         self._books = Books(conductor.check_integrity)
         self._changed = True
@@ -99,7 +119,10 @@ class _Driver:
         elif isinstance(body, Counters):
             self._counters[body.id] = body
         elif isinstance(body, Describe):
-            state = self.stories(body.request) if body.request else self.describe()
+            if body.blocks_after is not None:
+                state = self.blocks(body.blocks_after)
+            else:
+                state = self.stories(body.request) if body.request else self.describe()
             self._link.post(body.to, Description(body.serial, state))
         elif isinstance(body, Locate):
             self._link.post(body.to, Located.of(body.serial, self._conductor.holders(body.space, body.unpacked())))
@@ -120,12 +143,30 @@ class _Driver:
         counters["conductor"] = {"integrity_failures": float(self._books.failures)}
         if self._recorder is not None:
             counters["conductor"] |= self._recorder.counters()
+        if self._publisher is not None:
+            counters["conductor"] |= self._publisher.counters()
         recent = self._stories.latest(RECENT_REQUESTS, self._clock())
         return msgspec.json.encode(msgspec.structs.asdict(state) | {"counters": counters, "recent": recent})
 
     def stories(self, request: str) -> bytes:
         """Of this request, or of those with this x-request-id: JSON, an empty list where none is remembered."""
         return msgspec.json.encode(self._stories.find(request, self._conductor))
+
+    def blocks(self, after: str) -> bytes:
+        """The body of GET /cluster/blocks: a page, each block with its name in KV events; or null."""
+        try:
+            page = self._conductor.blocks(after, BLOCKS_A_PAGE)
+        except ValueError:
+            return b"null"
+        blocks = [self._shown(block) for block in page.blocks]
+        return msgspec.json.encode({"blocks": blocks, "next": page.next or None})
+
+    def _shown(self, block: BlockState) -> dict[str, object]:
+        key = BlockKey(bytes.fromhex(block.key))
+        shown = msgspec.structs.asdict(block) | {"hash": hash_of(key)}
+        if self._publisher is not None:
+            shown["published"] = self._publisher.is_told(KeySpaceId(block.space), key)
+        return shown
 
     def _apply(self, event: ev.Event, sender: Peer) -> None:
         self._note(event)
@@ -140,6 +181,8 @@ class _Driver:
         if self._recorder is not None:
             self._recorder.record(now, event, actions)
         self._stories.note(now, event, actions)
+        if self._publisher is not None:
+            self._publisher.note(event)
         if isinstance(event, ev.Registered | ev.Lost | ev.Woke):
             self._note_fleet()
         self._changed |= not isinstance(event, ev.Reported | ev.Woke)
@@ -221,10 +264,12 @@ class _Driver:
                 log.info("%s registered (%s)", id_, incarnation)
             elif before != incarnation:
                 log.warning("%s registered (%s) in place of another process of this id (%s)", id_, incarnation, before)
-        for id_ in self._there:
+        for id_, incarnation in self._there.items():
             if id_ not in now:
                 log.info("%s lost", id_)
                 self._spaces.pop(id_, None)
+            if self._publisher is not None and now.get(id_) != incarnation:
+                self._publisher.lost(id_)
         self._there = now
 
     def _label(self, request: RequestId | None) -> str:

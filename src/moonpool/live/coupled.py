@@ -357,7 +357,7 @@ class CoupledWorker:
             return
         keys = extend_keys(job.work.keys, job.tokens[: whole * self._block], self._engine.space, job.work.salt)
         try:
-            self._totals.blocks_stored += await keep(self._engine, self._life.node, keys, pages)
+            self._totals.blocks_stored += await keep(self._engine, self._life.node, keys, job.tokens, pages)
         except MoonpoolError as e:
             log.warning("request %s: its blocks were not kept: %s", job.work.label, e)
 

@@ -235,6 +235,9 @@ class DecodeWorker:
         """Until prefill has delivered everything into the room, or never will."""
         try:
             job.contents = await awaited(self._life.node.await_room(*job.id, job.time_left()))
+            if job.contents is not None and job.work.place.lacking:
+                # Prefill may have written them from elsewhere.
+                self._life.node.tell_tokens(job.contents, job.work.tokens)
         except MoonpoolError as e:
             job.refusal = str(e)
         if job.contents is None:
@@ -337,7 +340,7 @@ class DecodeWorker:
             space = self._engine.space
             keys = extend_keys(job.work.keys, job.tokens[: whole * self._block], space, job.work.salt)
             try:
-                self._totals.blocks_stored += await keep(self._engine, self._life.node, keys, pages)
+                self._totals.blocks_stored += await keep(self._engine, self._life.node, keys, job.tokens, pages)
             except MoonpoolError as e:
                 log.warning("request %s: its blocks were not kept: %s", job.work.label, e)
         self._leave(job, ending)

@@ -296,6 +296,8 @@ class PrefillWorker:
             if not job.dropped:
                 stream = await awaited(self._life.node.stream(work.place.space, keys, source, fetched, job.time_left()))
                 try:
+                    if source is not None:
+                        self._life.node.tell_tokens(stream, job.tokens)
                     await job.sink.open(len(stream.views))
                 except BaseException:
                     stream.close()

@@ -51,10 +51,13 @@ def copy_in_room(engine: Engine, contents: RoomContents, tokens: int, pages: Seq
         values[:] = tail[start + keys.nbytes : start + run_bytes]
 
 
-async def keep(engine: Engine, node: NodeClient, keys: Sequence[BlockKey], pages: Sequence[int]) -> int:
+async def keep(
+    engine: Engine, node: NodeClient, keys: Sequence[BlockKey], tokens: Sequence[int], pages: Sequence[int]
+) -> int:
     """Put the blocks of these keys, which lie in the first pages, into the node's pool as far as it has room.
 
-    Returns how many were new. Raises PoolError when the node refuses or is gone.
+    `tokens`: of the prompt, from its first one on. Returns how many were new. Raises PoolError when the node refuses
+    or is gone.
     """
     space = engine.space
     room = await awaited(node.open_room(space, keys))
@@ -75,6 +78,7 @@ async def keep(engine: Engine, node: NodeClient, keys: Sequence[BlockKey], pages
         return kept
 
     try:
+        node.tell_tokens(room, tokens)
         return await in_thread(copy_out)
     finally:
         node.close_room(room)
@@ -131,6 +135,8 @@ class Sink:
             self._room = await awaited(
                 self._node.open_room(work.place.space, work.keys, name=name if self._is_shared else None)
             )
+        if self._room is not None and not self._is_stage:
+            self._node.tell_tokens(self._room, work.tokens)
 
     @property
     def caching(self) -> tuple[int, ...]:

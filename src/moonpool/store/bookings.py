@@ -28,6 +28,7 @@ from moonpool.store.rooms import (
     finish_runs,
     free_room,
     mask_of,
+    name_tokens,
     open_room,
 )
 from moonpool.store.shelf import Shelf
@@ -207,6 +208,19 @@ class Bookings:
                 raise PoolError(f"no room for attempt {attempt} of {request}: it was released, or never reserved here")
             room.writers.add(client)
             return room
+
+    def tell_tokens(self, client: ClientId, number: RoomId, tokens: bytes) -> None:
+        """Token ids (u32, little-endian) of the room's blocks, the prompt's first ones first.
+
+        They are kept with those blocks of which none are known. Ignored where the room has ended. Raises PoolError for
+        what are no token ids.
+        """
+        if len(tokens) % 4:
+            raise PoolError(f"{len(tokens)} bytes are no token ids of 4 bytes")
+        with self._lock:
+            room = self._rooms.get(number)
+            if room is not None and (client in room.writers or client in room.readers):
+                name_tokens(room, tokens)
 
     def complete(
         self, client: ClientId, number: RoomId, runs: Sequence[tuple[int, int, int]], checksums: Sequence[int]

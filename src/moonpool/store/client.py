@@ -11,11 +11,14 @@ import logging
 import os
 import socket
 import struct
+import sys
 import threading
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,6 +58,7 @@ from moonpool.store.messages import (
     RoomReady,
     StreamBlocks,
     Streaming,
+    TellTokens,
     Told,
     Welcome,
     answer_frames,
@@ -166,7 +170,8 @@ class NodeClient:
             assert isinstance(answer, Streaming)
             number = answer.room
             views = [self._view(offset, space.block_bytes, writable=False) for offset in answer.offsets]
-            stream = Stream(lambda: self._close_room(number), views, answer.runs, answer.whole, answer.is_over)
+            close = partial(self._close_room, number)
+            stream = Stream(close, number, views, answer.runs, answer.whole, answer.is_over)
             with self._lock:
                 self._streams[number] = stream
             return stream
@@ -195,6 +200,17 @@ class NodeClient:
         PoolError if there is none.
         """
         return self._call(lambda serial: JoinRoom(serial, request, attempt), self._accept_room)
+
+    def tell_tokens(self, room: Room | RoomContents | Stream, tokens: Sequence[int]) -> None:
+        """What the blocks of the room are of, from the prompt's first token on, for those who look into the pool.
+
+        Before `complete`, whoever hears of a block hears of its tokens. One-way and cheap. Raises PoolError if the
+        node is gone.
+        """
+        ids = array("I", tokens)
+        if sys.byteorder == "big":
+            ids.byteswap()
+        self._send(TellTokens(room.id, ids.tobytes()))
 
     def complete(self, room: Room, runs: Sequence[tuple[int, int, int]], checksums: Sequence[int]) -> None:
         """These (block or TAIL, first run, number of runs) are written; one checksum a run, in that order.

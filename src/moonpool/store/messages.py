@@ -87,6 +87,14 @@ class JoinRoom(Struct, frozen=True, tag=True):
     attempt: int
 
 
+class TellTokens(Struct, frozen=True, tag=True):
+    """One-way: what the blocks of a room that the client writes or reads are of."""
+
+    room: int
+    tokens: bytes
+    """Token ids (u32, little-endian) from the prompt's first on; those of a part of a block count for nothing."""
+
+
 class Complete(Struct, frozen=True, tag=True):
     """One-way. One checksum a run, in the order of `runs`."""
 
@@ -278,6 +286,7 @@ Call = (
     | StreamBlocks
     | OpenRoom
     | JoinRoom
+    | TellTokens
     | Complete
     | AwaitRoom
     | CloseRoom

@@ -189,6 +189,16 @@ def _finish(blocks: Blocks, room: Room, finished: Sequence[Block], on_finished: 
             on_finished(room)
 
 
+def name_tokens(room: Room, tokens: bytes) -> None:
+    """Of its whole blocks, as far as `tokens` go; those whose token ids are known keep them."""
+    size = 4 * room.space.block_tokens
+    if room.space.block_tokens > MAX_META_TOKENS:
+        return
+    for index, block in enumerate(room.blocks[: len(tokens) // size]):
+        if block is not None and not block.tokens:
+            block.tokens = tokens[index * size : (index + 1) * size]
+
+
 def mask_of(block: Block, first: int, count: int) -> int:
     """The bitmask of these runs of the block. Raises PoolError where it has not got them."""
     if first < 0 or count < 1 or first + count > block.space.runs:

@@ -56,6 +56,7 @@ from moonpool.store.messages import (
     RoomOpened,
     RoomReady,
     StreamBlocks,
+    TellTokens,
     Told,
     Touch,
     UnreadableCall,
@@ -250,6 +251,8 @@ class Session:
         match call:
             case Complete():
                 self._ledger.rooms.complete(self._client, RoomId(call.room), call.runs, call.checksums)
+            case TellTokens():
+                self._ledger.rooms.tell_tokens(self._client, RoomId(call.room), call.tokens)
             case CloseRoom():
                 self._ledger.rooms.close(self._client, RoomId(call.room))
             case Release():

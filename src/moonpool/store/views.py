@@ -91,9 +91,16 @@ class Stream(_Held):
     """Leading blocks of a prompt while they come, layer after layer (PAPER §3), readable as far as they are there."""
 
     def __init__(
-        self, close: Callable[[], None], views: Sequence[Bytes], runs: int, whole: int, is_over: bool = False
+        self,
+        close: Callable[[], None],
+        number: int,
+        views: Sequence[Bytes],
+        runs: int,
+        whole: int,
+        is_over: bool = False,
     ) -> None:
         super().__init__(close)
+        self.id = number
         self.views = views
         """Read-only, `space.block_bytes` each."""
         self.runs = runs

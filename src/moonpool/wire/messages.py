@@ -138,10 +138,13 @@ class Describe(Struct, frozen=True, tag=True):
     serial: Count
     request: str = ""
     """Not of the cluster but of this request, or of those of this x-request-id."""
+    blocks_after: str | None = None
+    """Not of the cluster but a page of the blocks in the pool, from here on; empty: the first."""
 
 
 class Description(Struct, frozen=True, tag=True):
-    """`state` is a JSON document (bytes), the body of GET /cluster, or a list of `wire.story.Story`."""
+    """`state` is a JSON document (bytes): the body of GET /cluster, a list of `wire.story.Story`, or the body of
+    GET /cluster/blocks (null for a page that there is not)."""
 
     serial: Count
     state: bytes
