@@ -221,3 +221,39 @@ class AgainstSets(RuleBasedStateMachine):
 
 AgainstSets.TestCase.settings = settings(max_examples=often(60))
 TestAgainstSets = AgainstSets.TestCase
+
+
+def test_who_has_a_block_in_which_tier() -> None:
+    first, second = NODES[:2]
+    directory = joined(second, first)
+    keys = [BlockKey(bytes([at]) * 16) for at in range(4)]
+    assert directory.tiers(S, keys) == [((), ())] * 4
+    directory.stored(second, 1, S, DRAM, keys[:2])
+    directory.stored(first, 1, S, DRAM, keys[1:2])
+    directory.stored(first, 2, S, SSD, keys[1:3])
+    assert directory.tiers(S, keys) == [((second,), ()), ((first, second), (first,)), ((), (first,)), ((), ())]
+    directory.forget(second)
+    assert directory.tiers(S, keys) == [((), ()), ((first,), (first,)), ((), (first,)), ((), ())]
+
+
+def test_pages_hold_whatever_stays_once() -> None:
+    directory = joined(NODES[0])
+    keys = [BlockKey(at.to_bytes(2, "big") * 8) for at in range(3000)]
+    directory.stored(NODES[0], 1, S, DRAM, keys[:2000])
+    directory.stored(NODES[0], 2, S, SSD, keys[1000:])
+    directory.stored(NODES[0], 3, SPACES[1], SSD, keys[:5])
+    found: list[tuple[KeySpaceId, BlockKey]] = []
+    after, pages = "", 0
+    while after or not pages:
+        part, after = directory.page(after, 100)
+        assert sum(len(some) for _, some in part) < 100 + 100
+        found += [(space, key) for space, some in part for key in some]
+        pages += 1
+        directory.removed(NODES[0], 3 + pages, S, DRAM, keys[:1])
+    assert sorted(found) in (
+        sorted([(S, key) for key in keys[first:]] + [(SPACES[1], key) for key in keys[:5]]) for first in (0, 1)
+    )
+    assert pages > 20
+    for wrong in ("here", "1", ".", "1.x", "0.-1"):
+        with pytest.raises(ValueError, match="no place where a page"):
+            directory.page(wrong, 100)

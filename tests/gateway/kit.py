@@ -141,6 +141,8 @@ class Stage:
                 case Registered(peer=peer):
                     self.front = peer
                     self.announce()
+                case Describe(to, serial, _, str(after)) if self.describes:
+                    self.conductor.post(to, Description(serial, PAGES.get(after, b"null")))
                 case Describe(to, serial, request) if self.describes:
                     self.conductor.post(to, Description(serial, STORIES.get(request, b"[]") if request else STATE))
                 case RequestArrived() if self.places:
@@ -291,6 +293,8 @@ POST_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\ncontent-type: 
 END = 2
 STORIES = {"mine/1": b'[{"request":"g-1","outcome":"finished"}]'}
 """What the Conductor tells of requests, by id or x-request-id."""
+PAGES = {"": b'{"blocks":[],"next":"0.7"}', "0.7": b'{"blocks":[],"next":null}'}
+"""Of blocks, by where they begin."""
 STATE = json.dumps(
     {
         "context_tokens": CONTEXT,

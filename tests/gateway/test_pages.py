@@ -166,12 +166,30 @@ def test_the_story_of_a_request(opened: Open) -> None:
     run(test())
 
 
+def test_pages_of_blocks(opened: Open) -> None:
+    async def test() -> None:
+        async with opened() as s:
+            first = await s.client.get(s.url + "/cluster/blocks")
+            assert (first.status_code, first.headers["content-type"]) == (200, "application/json")
+            following = first.json()["next"]
+            last = await s.client.get(s.url + "/cluster/blocks", params={"after": following})
+            assert last.json() == {"blocks": [], "next": None}
+            wrong = await s.client.get(s.url + "/cluster/blocks", params={"after": "elsewhere"})
+            assert wrong.status_code == 400
+            assert wrong.json()["error"]["param"] == "after"
+            s.describes = False
+            assert (await s.client.get(s.url + "/cluster/blocks")).status_code == 503
+
+    run(test())
+
+
 def test_cluster_paths_off_loopback_need_the_admin_key(opened: Open) -> None:
     async def test() -> None:
         async with opened(host="0.0.0.0") as s:
             s.url = s.url.replace("0.0.0.0", "127.0.0.1")
             assert (await s.client.get(s.url + "/cluster")).status_code == 403
             assert (await s.client.get(s.url + "/cluster/requests/mine")).status_code == 403
+            assert (await s.client.get(s.url + "/cluster/blocks")).status_code == 403
         async with opened(host="0.0.0.0", admin_key="secret") as s:
             s.url = s.url.replace("0.0.0.0", "127.0.0.1")
             assert (await s.client.get(s.url + "/cluster")).status_code == 401

@@ -222,7 +222,7 @@ def counters_in(state: bytes) -> list[Part]:
     """The numbers of all parts, and the Conductor's own decisions, in its description (`core.state.ConductorState`)."""
     described = msgspec.json.decode(state, type=_Described)
     decisions = {name: float(n) for name, n in described.decisions.items() if isinstance(n, int | float)}
-    parts: list[Part] = [("conductor", "conductor", decisions)]
+    parts: list[Part] = [("conductor", "conductor", decisions | described.counters.get("conductor", {}))]
     counted = described.decisions.get("classes")
     for each in described.classes:
         own = counted.get(each.name) if isinstance(counted, dict) else None

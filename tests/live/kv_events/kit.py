@@ -116,6 +116,7 @@ class Subscriber:
         """Numbers."""
         self.gaps = 0
         """Filled by replays."""
+        self.removals = 0
 
     async def catch_up(self) -> None:
         await self._replays.send_multipart([b"", self.expected.to_bytes(8, "big")])
@@ -140,7 +141,9 @@ class Subscriber:
 
     def _take(self, number: int, payload: bytes) -> None:
         self.expected = number + 1
+        before = len(self.told)
         apply(self.told, payload)
+        self.removals += len(self.told) < before
 
     def close(self) -> None:
         self._context.destroy(linger=0)
