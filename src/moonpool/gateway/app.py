@@ -150,7 +150,7 @@ class Pages:
 
     async def blocks(self, request: Request) -> Response:
         """A page of the blocks in the pool: which node has which, in which tier; `after` is the `next` of another."""
-        self._check_admin(request)
+        check_may_look(request, self._desk.config)
         after = request.query_params.get("after", "")
         try:
             page = await self._desk.cluster.describe(blocks_after=after)
