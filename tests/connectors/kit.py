@@ -39,6 +39,7 @@ class Request:
     prompt_is_token_ids: list[bool] | None = None
     pooling_params: object | None = None
     skip_reading_prefix_cache: bool = False
+    kv_transfer_params: dict[str, object] | None = None
     output: list[int] = field(default_factory=list)
 
     @property

@@ -12,7 +12,7 @@ import pytest
 from moonpool.connectors.counters import Counters
 from moonpool.connectors.identity import Shape, Spaces
 from moonpool.connectors.lookup import Lookup
-from moonpool.connectors.scheduling import SchedulerHalf
+from moonpool.connectors.scheduling import TELL_SPACE, SchedulerHalf
 from moonpool.core.blocks import block_keys
 from moonpool.core.vocabulary import BlockKey, KeySpace, RequestId
 from moonpool.errors import ConfigError
@@ -238,3 +238,13 @@ def test_a_producer_loads_nothing_and_a_consumer_stores_nothing() -> None:
         half.allocated(request, [1, 2, 3], SIZE * loads)
         plan = half.plan(step(new=[("r", [1, 2, 3], SIZE * loads, 40 - SIZE * loads)]))
         assert (len(plan.loads), len(plan.saves)) == (loads, saves)
+
+
+def test_an_instance_tells_its_key_space_to_whoever_asks() -> None:
+    half = half_of(Has())
+    assert half.finished(Request("r", [1])) is None
+    assert half.finished(Request("r", [1], kv_transfer_params={"do_remote_decode": True})) is None
+    told = half.finished(Request("r", [1], kv_transfer_params={TELL_SPACE: True}))
+    assert told is not None
+    assert msgspec.convert(told[TELL_SPACE], KeySpace) == spaces().of(None)
+    assert half_of(Has(), Spaces(MODEL)).finished(Request("r", [1], kv_transfer_params={TELL_SPACE: True})) is None

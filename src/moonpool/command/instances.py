@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -34,7 +34,7 @@ class Server(Struct, frozen=True, rename="kebab", forbid_unknown_fields=True):
     kv_events: Annotated[str, Meta(pattern=ZMQ_ADDRESS)] | None = None
     kv_events_listen: Annotated[str, Meta(pattern=ZMQ_ADDRESS)] | None = None
     kv_events_replay: Annotated[str, Meta(pattern=ZMQ_ADDRESS)] | None = None
-    pool: bool = False
+    pool: bool | Literal["estimated"] = False
     kv_transfer_params: bool = False
     stall_seconds: Annotated[float, Meta(gt=0, le=86400)] = 120.0
 
@@ -151,7 +151,7 @@ def instance_of(where: str, server: Server, id_: str) -> Instance:
         kv_events=server.kv_events or server.kv_events_listen,
         listens_for_kv_events=server.kv_events_listen is not None,
         kv_events_replay=server.kv_events_replay,
-        pool=server.pool,
+        pool="exact" if server.pool is True else server.pool or "no",
         kv_transfer_params=server.kv_transfer_params,
         stall_seconds=server.stall_seconds,
     )

@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from moonpool.connectors.counters import Counters
 from moonpool.connectors.identity import Adapter, Spaces
 from moonpool.connectors.lookup import Lookup
@@ -22,6 +24,8 @@ VllmRequest = Any
 VllmStep = Any
 """vllm.v1.core.sched.output.SchedulerOutput"""
 
+TELL_SPACE = "moonpool_key_space"
+"""In a request's `kv_transfer_params`, true: which key space; in its answer's: that."""
 NO_SPACE = KeySpace(KeySpaceId(""), 1, 1, 1)
 
 
@@ -125,10 +129,14 @@ class SchedulerHalf:
         for req_id in arrived:
             self._loading.pop(RequestId(req_id), None)
 
-    def finished(self, request: VllmRequest) -> None:
+    def finished(self, request: VllmRequest) -> dict[str, Any] | None:
+        """`kv_transfer_params` of its answer: the key space of this instance, for whoever has asked for that."""
         name = RequestId(request.request_id)
         self._requests.pop(name, None)
         self._lookup.forget(name)
+        asked = request.kv_transfer_params or {}
+        space = self._spaces.of(None) if asked.get(TELL_SPACE) and self._spaces.is_known else None
+        return None if space is None else {TELL_SPACE: msgspec.to_builtins(space)}
 
     def _know(self, request: VllmRequest) -> _Known | None:
         """None for a request whose tokens do not say all that its KV depends on."""

@@ -226,7 +226,7 @@ class MoonpoolConnector(KVConnectorBase_V1):
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         with self._safely():
             assert self._scheduler is not None
-            self._scheduler.finished(request)
+            return False, self._scheduler.finished(request)
         return False, None
 
     # Both

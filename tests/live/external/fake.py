@@ -8,7 +8,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 from aiohttp import web
+
+from moonpool.core.vocabulary import KeySpace
 
 MODEL = "tiny"
 BLOCK = 16
@@ -54,6 +57,8 @@ class FakeVllm:
         self.hangs_after: int | None = None
         self.breaks_off_after: int | None = None
         """Tokens, after which an error comes in the stream."""
+        self.space: KeySpace | None = None
+        """Of its connector, which tells that when it is asked."""
         self.step = 0.001
         self.per_token = 0.0
         """Seconds of computing a token of a prompt that is not cached."""
@@ -105,7 +110,8 @@ class FakeVllm:
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        self.bodies.append(body)
+        if "moonpool_key_space" not in body.get("kv_transfer_params", {}):
+            self.bodies.append(body)
         self.headers.append(dict(request.headers))
         if self.status != 200:
             error = {"message": "as it was told to", "type": "BadRequestError", "param": None, "code": self.status}
@@ -125,8 +131,11 @@ class FakeVllm:
         return response
 
     def _whole(self, body: dict[str, Any]) -> dict[str, Any]:
-        self._use(body["prompt"])
         choice = _choice(body, next_token(body["prompt"]), "length", first=True)
+        if body["kv_transfer_params"].get("moonpool_key_space"):
+            told = {"moonpool_key_space": msgspec.to_builtins(self.space)} if self.space else None
+            return {"choices": [choice], "kv_transfer_params": told}
+        self._use(body["prompt"])
         usage: dict[str, Any] = {"prompt_tokens": len(body["prompt"])}
         if self.cached_tokens is not None:
             usage["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}

@@ -57,7 +57,9 @@ class Answer:
 class Front:
     """The gateway's side, without HTTP and text."""
 
-    def __init__(self, cluster: Cluster, instances: Instances) -> None:
+    def __init__(self, cluster: Cluster, instances: Instances, conductor: str) -> None:
+        self.conductor = conductor
+        """Its address."""
         self.cluster = cluster
         self.instances = instances
         self.label = 0
@@ -158,7 +160,7 @@ async def front(
         asyncio.create_task(served_from.run()),
     ]
     try:
-        made = Front(cluster, served_from)
+        made = Front(cluster, served_from, chief.me.address)
         if there:
             ready = asyncio.create_task(made.until_there(*[instance.id for instance in served]))
             await asyncio.wait([ready, *tasks], return_when=asyncio.FIRST_COMPLETED)

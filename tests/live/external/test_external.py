@@ -9,7 +9,7 @@ import pytest
 from moonpool.core.vocabulary import PartId, RejectReason
 from moonpool.errors import ConfigError
 from moonpool.gateway.generation import Refused
-from moonpool.live.external.config import Instance
+from moonpool.live.external.config import Instance, PoolUse
 
 from .fake import BLOCK, answer_to, fakes
 from .kit import front, instances, run
@@ -146,9 +146,10 @@ def test_a_dead_server_leaves_the_cluster_and_comes_back() -> None:
     run(work())
 
 
-@pytest.mark.parametrize("pool", [False, True])
-def test_what_a_dead_server_has_computed_is_in_the_pool(pool: bool) -> None:
+@pytest.mark.parametrize("pool", ["no", "estimated"])
+def test_what_a_dead_server_has_computed_is_in_the_pool(pool: PoolUse) -> None:
     async def work() -> None:
+        known = 4 if pool == "estimated" else 0
         async with fakes(2) as servers, front(instances(servers, pool=pool)) as gate:
             answer = await gate.ask(prompt(0), BLOCK)
             home = next(at for at, server in enumerate(servers) if server.bodies)
@@ -156,9 +157,9 @@ def test_what_a_dead_server_has_computed_is_in_the_pool(pool: bool) -> None:
             await gate.until_gone(f"vllm-{home}")
             again = await gate.ask([*prompt(0), *answer.tokens, 1, 2], 2)
             assert again.finish == "length"
-            assert again.cached_tokens == (4 * BLOCK if pool else 0)
+            assert again.cached_tokens == known * BLOCK
             state = await gate.state()
-            assert state["decisions"]["fetched_blocks"] == (4 if pool else 0)
+            assert state["decisions"]["fetched_blocks"] == known
 
     run(work())
 

@@ -166,6 +166,8 @@ class Adapter:
         now = time.monotonic()
         limit = hit_limit(len(work.tokens), self._space.block_tokens)
         blocks = max(cache.match(work.keys[:limit]) for cache in self._caches)
+        if self._instance.pool == "exact":
+            blocks = max(blocks, min(work.place.hit_blocks, limit))
         cached = blocks * self._space.block_tokens
         handed = prompt_cached is not None
         job = Job(work, now, list(work.tokens), cached, prompt_cached, transfer, handed, heard_at=now)

@@ -10,6 +10,7 @@ from moonpool.core.vocabulary import PartId, PartKind
 
 Role = Literal["both", "prefill", "decode"]
 ROLES: tuple[Role, ...] = get_args(Role)
+PoolUse = Literal["no", "exact", "estimated"]
 _KINDS: dict[Role, PartKind] = {
     "both": PartKind.COUPLED,
     "prefill": PartKind.PREFILL,
@@ -34,8 +35,9 @@ class Instance(Struct, frozen=True):
     listens_for_kv_events: bool = False
     """That address is here, and the server connects to it."""
     kv_events_replay: str | None = None
-    pool: bool = False
-    """It has Moonpool's connector: what it computes comes into the pool, and what is there it loads."""
+    pool: PoolUse = "no"
+    """It has Moonpool's connector: what it computes comes into the pool, and what is there it loads. `estimated`: the
+    pool's nodes are in another cluster, or not to be asked: what was sent to such servers is taken to be there."""
     kv_transfer_params: bool = False
     """It has a connector by which servers hand over to each other: prefill's gives `kv_transfer_params`, decode's takes
     them. Else what prefill has computed comes to decode by way of the pool."""

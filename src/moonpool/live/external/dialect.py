@@ -12,11 +12,14 @@ from collections.abc import Iterator
 import msgspec
 from msgspec import Struct
 
+from moonpool.core.vocabulary import KeySpace
 from moonpool.errors import MoonpoolError
 from moonpool.wire.messages import MAX_TRANSFER_BYTES, Sampling, Work
 
 MOST_LINE_BYTES = 64 << 20
 """Of one event: the first one repeats the prompt's token ids."""
+_TELL_SPACE = "moonpool_key_space"
+"""As `connectors/scheduling.py` has it."""
 _INT63 = (1 << 63) - 1
 _TOKEN_PREFIX = "token_id:"
 _SAMPLE = re.compile(r"^(vllm:\w+)(?:\{(.*)\})? (\S+)$")
@@ -102,6 +105,10 @@ class _Usage(Struct):
     prompt_tokens_details: _Details | None = None
 
 
+class _Told(Struct):
+    moonpool_key_space: KeySpace | None = None
+
+
 class _Error(Struct):
     message: str = ""
     code: int | str | None = None
@@ -180,6 +187,22 @@ def body_of(
     elif transfer:
         body["kv_transfer_params"] = msgspec.Raw(transfer)
     return body
+
+
+def space_question(model: str) -> dict[str, object]:
+    """A completion of one token, whose answer has the key space of the server's connector."""
+    body = {"model": model, "prompt": [1], "max_tokens": 1, "temperature": 0, "stream": False}
+    return body | {"return_token_ids": True, "kv_transfer_params": {_TELL_SPACE: True}}
+
+
+def space_in(transfer: bytes) -> KeySpace | None:
+    """Of that answer's `kv_transfer_params`; None where it does not tell. Raises FaultError."""
+    if not transfer:
+        return None
+    try:
+        return msgspec.json.decode(transfer, type=_Told).moonpool_key_space
+    except msgspec.MsgspecError as e:
+        raise FaultError(f"its connector tells of its key space what is none: {e}") from None
 
 
 def seed_of(sampling: Sampling, produced: int) -> int:

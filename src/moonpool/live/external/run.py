@@ -151,17 +151,18 @@ class _Keeper:
         pauses = Pauses()
         while True:
             async with opened(self.instance) as server:
-                facts = await self._facts(server)
-                if facts is not None:
+                known = await self._known(server)
+                if known is not None:
                     began = time.monotonic()
-                    await self._live(server, facts, pool)
+                    await self._live(server, *known, pool)
                     pauses.lived(time.monotonic() - began)
             await asyncio.sleep(pauses.next())
 
-    async def _facts(self, server: Server) -> Facts | None:
-        """None where it is not well."""
+    async def _known(self, server: Server) -> tuple[Facts, KeySpace | None] | None:
+        """What is known of it, and its connector's key space where that has told it; None where it is not well."""
         try:
             facts = await server.facts(self._model)
+            space = await server.pool_space(self._model) if self.instance.pool == "exact" else None
         except FaultError as e:
             self._say(str(e))
             return None
@@ -169,19 +170,25 @@ class _Keeper:
         context = facts.context_tokens or DEFAULT_CONTEXT_TOKENS
         size = facts.block_tokens or DEFAULT_BLOCK_TOKENS
         blocks = facts.blocks or -(-context // size) * self.instance.max_sequences
-        return Facts(context, blocks, size, facts.caches_prefixes)
+        if self.instance.pool == "exact" and (space is None or space.block_tokens != size):
+            log.warning(
+                "%s at %s does not say what its blocks are called in the pool: what that has is estimated",
+                *(self.instance.id, self.instance.url),
+            )
+            space = None
+        return Facts(context, blocks, size, facts.caches_prefixes), space
 
-    async def _live(self, server: Server, facts: Facts, pool: SharedPool) -> None:
-        """Until the server is down."""
+    async def _live(self, server: Server, facts: Facts, told: KeySpace | None, pool: SharedPool) -> None:
+        """Until the server is down. `told`: the pool's nodes announce what they have in this space."""
         instance = self.instance
-        space = space_of(self._model, facts.block_tokens, self._config.kv_bytes_per_token)
+        space = told or space_of(self._model, facts.block_tokens, self._config.kv_bytes_per_token)
         links: list[Link] = []
         try:
             links.append(self._open_link(instance.id))
             links.append(self._open_link(PartId(f"{instance.id}{CACHE}")))
             self._parts = [link.me for link in links]
             cache, follower = self._cache(links[1], space, facts)
-            caches = (cache, pool.part(space)) if instance.pool else (cache,)
+            caches = (cache, pool.part(space)) if instance.pool != "no" and told is None else (cache,)
             adapter = Adapter(links[0], self._conductor, instance, self._model, facts, space, server, caches)
             log.info(
                 "%s at %s: %d KV blocks of %d tokens, context %d",

@@ -5,17 +5,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
 
 import aiohttp
 import msgspec
 from msgspec import Struct
 
+from moonpool.core.vocabulary import KeySpace
 from moonpool.live.external.config import Instance
-from moonpool.live.external.dialect import Events, FaultError, Load, Piece, RefusedError, load_in, models_in, problem_in
+from moonpool.live.external.dialect import (
+    Events,
+    FaultError,
+    Load,
+    Piece,
+    RefusedError,
+    load_in,
+    models_in,
+    problem_in,
+    space_in,
+    space_question,
+)
 
 CALL_SECONDS = 5.0
 """For whatever is not a completion."""
 CONNECT_SECONDS = 5.0
+SPACE_SECONDS = 30.0
+"""For a prompt of one token, which may wait behind others."""
 MOST_ANSWER_BYTES = 8 << 20
 
 
@@ -69,6 +84,18 @@ class Server:
 
     async def load(self) -> Load:
         return load_in((await self._get("/metrics")).decode(errors="replace"))
+
+    async def pool_space(self, model: str) -> KeySpace | None:
+        """Of the blocks that its connector shares; None where it has no connector that tells."""
+        try:
+            async with asyncio.timeout(SPACE_SECONDS), aclosing(self.complete(space_question(model))) as pieces:
+                async for piece in pieces:
+                    return space_in(piece.transfer)
+        except TimeoutError:
+            raise FaultError(f"it does not answer a prompt of one token within {SPACE_SECONDS:g} s") from None
+        except RefusedError as e:
+            raise FaultError(f"it refuses a prompt of one token: {e}") from None
+        return None
 
     async def complete(self, body: Mapping[str, object]) -> AsyncGenerator[Piece, None]:
         """Pieces up to the last, or a whole answer's one; an end before it is a fault.
