@@ -181,7 +181,7 @@ class RegisterAgain(Struct, frozen=True, tag=True):
 
 
 class IdTaken(Struct, frozen=True, tag=True):
-    """To a part whose heartbeat came but whose id another process has registered since."""
+    """To a part that is not in the fleet because another process, which is there, has its id."""
 
     to: Peer
     by: Peer

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from moonpool.core import actions as act
 from moonpool.core import events as ev
 from moonpool.core.attempts import Attempts
+from moonpool.core.contest import Contests
 from moonpool.core.cost import DecodeCost, PrefillCost
 from moonpool.core.directory import Directory
 from moonpool.core.fleet import Fleet, Part
@@ -43,6 +44,7 @@ class Conductor:
         self._out: list[act.Action] = []
         self._fleet = Fleet()
         self._directory = Directory()
+        self._contests = Contests()
         self._attempts = Attempts(config, seed, self._fleet, self._directory, self._out, explains)
         # A worker that restarts is as fast as it was, so what was learned of it stays; ids are configured names.
         self._prefill_costs: dict[PartId, PrefillCost] = {}
@@ -189,6 +191,8 @@ class Conductor:
                 self._out += self._fleet.announcements([known.peer])
             return
         if known is not None:
+            if not self._contests.may_replace(known, event, now):
+                return
             self._lose([known], now, proven=True)
         prefill = self._prefill_costs.setdefault(id_, PrefillCost(self._config.prefill_cost.shared(1 / event.stages)))
         decode = self._decode_costs.setdefault(id_, DecodeCost(self._config.decode_cost))
@@ -201,10 +205,10 @@ class Conductor:
     def _reported(self, event: ev.Reported, now: float) -> None:
         part = self._fleet.find(event.id, event.incarnation)
         if part is None:
-            sender, there = Peer(event.id, event.incarnation, ""), self._fleet.parts.get(event.id)
-            # Two processes of one id would throw each other out for ever: the one that registered last stays.
-            self._out.append(act.RegisterAgain(sender) if there is None else act.IdTaken(sender, there.peer))
+            self._reported_by_stranger(event, now)
             return
+        if (refused := self._contests.refused_by(part, now)) is not None:
+            self._out.append(act.IdTaken(refused, part.peer))
         before, part.reported, part.heard_at = part.reported, event, now
         if part.kind.decodes:
             self._fleet.decode[part.id].correct(event)
@@ -218,10 +222,27 @@ class Conductor:
         if _has_less_to_do(before, event):
             self._attempts.endings.may_serve = True
 
+    def _reported_by_stranger(self, event: ev.Reported, now: float) -> None:
+        sender, there = Peer(event.id, event.incarnation, ""), self._fleet.parts.get(event.id)
+        if there is None:
+            self._out.append(act.RegisterAgain(sender))
+        elif (slow := self._contests.returning(event.id, event.incarnation, now)) is not None:
+            self._lose([there], now, proven=False)
+            self._out += (act.IdTaken(there.peer, slow), act.RegisterAgain(sender))
+        else:
+            # Two processes of one id would throw each other out for ever: the one that is there stays.
+            self._out.append(act.IdTaken(sender, there.peer))
+
     def _lost(self, event: ev.Lost, now: float) -> None:
+        self._contests.withdraw(event.id, event.incarnation)
         part = self._fleet.find(event.id, event.incarnation)
         if part is not None:
             self._lose([part], now, proven=True)
+            self._settle_claims(now)
+
+    def _settle_claims(self, now: float) -> None:
+        for event in self._contests.ripe(self._fleet, now):
+            self._registered(event, now)
 
     def _lose(self, parts: list[Part], now: float, *, proven: bool) -> None:
         """A node takes its workers with it: they map its arena. Who may still live is told to drop its work."""
@@ -277,6 +298,7 @@ class Conductor:
         silent = [p for p in self._fleet.parts.values() if now - p.heard_at >= limit]
         if silent:
             self._lose(silent, now, proven=False)
+        self._settle_claims(now)
         self._attempts.time_out_rooms(now)
         self._attempts.expire(now)
         for node in self._fleet.nodes.values():
@@ -297,6 +319,8 @@ class Conductor:
         asking = requests.first_in_room()
         if asking is not None and asking.placement is not None:
             at = min(at, max(asking.placement.asked_at + self._config.room_timeout, now))
+        if (claim := self._contests.next_at(self._fleet)) is not None:
+            at = min(at, max(claim, now))
         if self._wake_at is None or at < self._wake_at - _TIMER_SLACK:
             self._wake_at = at
             self._out.append(act.WakeAt(at))

@@ -32,7 +32,8 @@ from moonpool.core.vocabulary import (
 
 
 class Registered(Struct, frozen=True, tag=True):
-    """A part has come up (or answers `RegisterAgain`). A new incarnation of an id ends the old one."""
+    """A part has come up (or answers `RegisterAgain`). A new incarnation of an id ends the old one (of a node: one that
+    does not live any more, `contest`)."""
 
     kind: PartKind
     peer: Peer

@@ -201,9 +201,9 @@ class _Driver:
                 to = _control(node)
             case act.Replicate(node=node) | act.Demote(node=node) | act.DropReplica(node=node):
                 to = _control(node)
-            case act.RegisterAgain() | act.IdTaken():
+            case act.RegisterAgain(to=to) | act.IdTaken(to=to):
                 # The core has no address of a part that it does not know; the heartbeat's envelope has.
-                to = sender
+                to = to if to.address else sender
             case act.FleetChanged(to=to) | act.Cancel(to=to) | act.ExpectEnd(gateway=to) | act.ReplicasOrdered(to=to):
                 pass
         log.debug("-> %s %s", to.id, _brief(action))

@@ -231,6 +231,8 @@ class _Node:
     async def run(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
+                # In this order: it is there to be ended before anything is heard.
+                tasks.create_task(self.membership.ousted())
                 tasks.create_task(self._listen())
                 tasks.create_task(self.clients.run())
                 await self.membership.join()

@@ -76,6 +76,8 @@ class Membership:
         self._counters = counters
         self._answered = asyncio.Event()
         self._taken_by = Incarnation("")
+        self._ousted: asyncio.Future[Peer] | None = None
+        """Of who ends when another process has its id."""
         self._registered_again = -math.inf
         """When it was last asked for, and done."""
         self.conductor = Peer(PartId("conductor"), Incarnation(""), conductor_address)
@@ -146,9 +148,21 @@ class Membership:
             case _:
                 return False
 
+    async def ousted(self) -> None:
+        """Raises ConfigError as soon as another process has this one's id: the cluster does not know this one then."""
+        self._ousted = asyncio.get_running_loop().create_future()
+        by = await self._ousted
+        raise ConfigError(
+            f"another process, at {by.address}, is {self._link.me.id} in this cluster: give this one an --id of its "
+            "own, or end the other first"
+        )
+
     def _id_is_taken(self, by: Peer) -> None:
         """Said once for each process that takes it."""
-        if by.incarnation != self._taken_by:
+        if self._ousted is not None:
+            if not self._ousted.done():
+                self._ousted.set_result(by)
+        elif by.incarnation != self._taken_by:
             self._taken_by = by.incarnation
             log.error(
                 "another process, at %s, has joined as %s: the cluster knows this one no more, and gives it nothing to "
