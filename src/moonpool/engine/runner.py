@@ -19,7 +19,7 @@ from moonpool.engine.engine import Bytes, Draw, Row
 from moonpool.engine.families import inspect
 from moonpool.engine.layers import replace
 from moonpool.engine.linear import linear_maker
-from moonpool.engine.loading import end_tokens, keep_freed_memory, load_config, load_model, trim_memory
+from moonpool.engine.loading import bound_caches, end_tokens, keep_freed_memory, load_config, load_model, trim_memory
 from moonpool.engine.model import fingerprint
 from moonpool.engine.native import load as load_kernels
 from moonpool.engine.pages import DevicePages, Pages
@@ -62,6 +62,7 @@ class TorchEngine:
             raise ModelError(f"dtype {dtype} is unknown; choose one of {', '.join(DTYPES)}")
         torch.set_num_threads(threads)
         keep_freed_memory()
+        bound_caches()
         config = load_config(path)
         self.shape = shape = inspect(config, path.name)
         self.device = torch.device(device)
