@@ -175,13 +175,13 @@ class Group:
 
     # ---- one prompt's way
 
-    async def load(self, work: Work, pages: Sequence[int], blocks: int, caching: Sequence[int]) -> None:
-        """Have every stage take the prompt, with its layers of the first `blocks` blocks. Raises PoolError."""
+    async def load(self, work: Work, pages: Sequence[int], marks: Sequence[int], caching: Sequence[int]) -> None:
+        """Have every stage take the prompt, with its layers of these copies of its first blocks. Raises PoolError."""
         id_ = work.request, work.attempt
         awaited = self._loads[id_] = _Awaited({peer.id for peer in self._peers})
         self._working.add(id_)
         for peer in self._peers:
-            self._life.link.post(peer, StageWork(self._id, work, tuple(pages), blocks, tuple(caching)))
+            self._life.link.post(peer, StageWork(self._id, work, tuple(pages), tuple(marks), tuple(caching)))
         try:
             async with asyncio.timeout(max(0.0, work.time_left) + ANSWER_SECONDS):
                 await awaited.done.wait()

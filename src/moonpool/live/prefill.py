@@ -281,6 +281,7 @@ class PrefillWorker:
         work = job.work
         keys = work.keys[: (len(job.tokens) - 1) // self._block]
         fetch = work.place.fetch
+        stream: Stream | None = None
         source, fetched = (None, 0) if fetch is None else (fetch.source, fetch.first + fetch.count)
         try:
             is_shared = self._group is not None
@@ -294,7 +295,9 @@ class PrefillWorker:
                 is_wanted=lambda: not job.dropped,
             )
             if not job.dropped:
-                stream = await awaited(self._life.node.stream(work.place.space, keys, source, fetched, job.time_left()))
+                stream = await awaited(
+                    self._life.node.stream(work.place.space, keys, source, fetched, job.time_left(), is_shared)
+                )
                 try:
                     if source is not None:
                         self._life.node.tell_tokens(stream, job.tokens)
@@ -311,7 +314,8 @@ class PrefillWorker:
         if self._group is not None and job.sink is not None and not job.dropped:
             try:
                 left = replace(work, time_left=job.time_left())
-                await self._group.load(left, job.pages, job.hit_blocks, job.sink.caching)
+                marks = () if stream is None else stream.marks(job.hit_blocks)
+                await self._group.load(left, job.pages, marks, job.sink.caching)
             except MoonpoolError as e:
                 job.failure = str(e)
                 self._drop(job)

@@ -12,7 +12,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-import numpy as np
 from msgspec import Struct
 
 from moonpool.core.actions import Cancel
@@ -20,16 +19,15 @@ from moonpool.core.events import Reported
 from moonpool.core.vocabulary import Incarnation, NodePeer, PartId, PartKind, Peer, RequestId
 from moonpool.engine.engine import Bytes, Draw
 from moonpool.engine.pipeline import StageEngine
-from moonpool.errors import MoonpoolError, PoolError
+from moonpool.errors import MoonpoolError
+from moonpool.live.bringing import bring
 from moonpool.live.chunks import rows_of, store_layer
 from moonpool.live.neighbours import LOOK_SECONDS, Neighbours, Onward
-from moonpool.live.sink import Sink, copy_in
+from moonpool.live.sink import Sink
 from moonpool.live.worker import WorkerLife, describe, in_thread
 from moonpool.messenger.intake import SLOTS, Door, Intake
-from moonpool.messenger.receiving import ReadGroup
 from moonpool.messenger.server import TcpServer
 from moonpool.messenger.tcp import TcpMessenger
-from moonpool.store.pending import awaited
 from moonpool.wire.link import Link
 from moonpool.wire.messages import (
     Drawn,
@@ -311,40 +309,18 @@ class StageWorker:
                 caching=order.caching,
                 is_wanted=lambda: not prompt.dropped,
             )
-            await prompt.sink.open(order.blocks)
-            if order.blocks and not prompt.dropped:
-                await self._bring(prompt, home, order.blocks)
-                hits = list(zip(range(order.blocks), prompt.pages, strict=False))
+            blocks = len(order.marks)
+            await prompt.sink.open(blocks)
+            if blocks and not prompt.dropped:
+                await bring(
+                    *(self._engine, self._life.node, self._life.here, home, self._messenger),
+                    *(work.keys[:blocks], order.marks, prompt.pages, prompt.time_left()),
+                )
+                hits = list(zip(range(blocks), prompt.pages, strict=False))
                 prompt.sink.after(self._store_thread.submit(self._store_hits, prompt, hits))
         except MoonpoolError as e:
             problem = f"{self._link.me.id}: {e}"
         self._link.post(mine.leader, StageLoaded(mine.group, work.request, work.attempt, problem))
-
-    async def _bring(self, prompt: _Prompt, home: NodePeer, blocks: int) -> None:
-        """The layers here of the prompt's first blocks, from the leader's node. Raises PoolError, TransferError."""
-        space, keys = prompt.work.place.space, prompt.work.keys[:blocks]
-        if home.id == self._life.here.id:
-            lease = await awaited(self._life.node.lease(space, keys))
-            with lease:
-                if lease.count == blocks:
-                    await in_thread(copy_in, self._engine, lease.views, prompt.pages)
-                    return
-            raise PoolError(f"{lease.count} of {blocks} cached blocks are left on {home.id}")
-        layers, size = self._engine.layers, space.run_bytes
-        parts = [np.empty(len(layers) * size, np.uint8) for _ in range(blocks)]
-        some = layers.start, len(layers)
-        reading = self._messenger.read(
-            home.data_address, space.id, keys, parts, prompt.time_left(), layers=some, group=ReadGroup(space.runs)
-        )
-        if (found := await asyncio.wrap_future(reading)) < blocks:
-            raise PoolError(f"{found} of {blocks} cached blocks are left on {home.id}")
-
-        def copy() -> None:
-            for part, page in zip(parts, prompt.pages, strict=False):
-                for number, layer in enumerate(layers):
-                    self._engine.run(layer, page)[:] = part[number * size : (number + 1) * size]
-
-        await in_thread(copy)
 
     def _store_hits(self, prompt: _Prompt, blocks: list[tuple[int, int]]) -> None:
         """Blocks that were hits here but that the decode node lacks."""

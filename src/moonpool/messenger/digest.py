@@ -1,8 +1,17 @@
-"""Checksums of runs whose bytes come in pieces of any length."""
+"""Checksums of runs whose bytes come in pieces of any length, and of whole copies."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import xxhash
+
+from moonpool.messenger.questions import pack_sums
+
+
+def copy_mark(checksums: Sequence[int]) -> int:
+    """Of the checksums of all runs of a block: equal marks mean the same copy, so that parts of it belong together."""
+    return xxhash.xxh3_64_intdigest(pack_sums(checksums))
 
 
 class RunDigests:

@@ -9,12 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
 
-import xxhash
-
 from moonpool.core.vocabulary import BLOCK_KEY_BYTES, KeySpace
 from moonpool.errors import TransferError
 from moonpool.messenger.channel import MAX_BUFFERS, Channel, framed
-from moonpool.messenger.digest import RunDigests
+from moonpool.messenger.digest import RunDigests, copy_mark
 from moonpool.messenger.pace import moving
 from moonpool.messenger.questions import (
     DAMAGED,
@@ -68,7 +66,7 @@ def give(channel: Channel, store: Store, request: GetBlocks, count: Count) -> No
         found = bytes(NO if block is None else YES for block in gift.blocks)
         metas = tuple(gift.metas) if request.here else ()
         is_whole = request.runs == request.space.runs
-        copies = [] if is_whole else [xxhash.xxh3_64_intdigest(pack_sums(sums)) for sums in gift.checksums]
+        copies = [] if is_whole else [copy_mark(sums) for sums in gift.checksums]
         header = Given(found, pack_sums(sums), metas, pack_sums(copies))
         channel.send_header(header, until, more=bool(present))
         pieces = [block[chosen.start * run_bytes : chosen.stop * run_bytes] for block in present]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from moonpool.core.vocabulary import BlockKey, KeySpaceId
 from moonpool.errors import TransferError
 from moonpool.messenger.channel import HASH_BYTES, Blocks, Channel, Read
+from moonpool.messenger.digest import copy_mark
 from moonpool.messenger.pace import moving
 from moonpool.messenger.transfer import Bytes, checksum
 from moonpool.messenger.waiting import Way
@@ -21,16 +22,22 @@ _PAGE = 4096
 class ReadGroup:
     """Reads of parts of the same blocks: of each block all of them get parts of one copy, or fail."""
 
-    def __init__(self, runs: int, is_wanted: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self, runs: int, is_wanted: Callable[[], bool] = lambda: True, marks: Mapping[BlockKey, int] | None = None
+    ) -> None:
         """`runs`: of each block; a peer whose blocks have another number is not read. `is_wanted` is asked often, from
-        any thread: False ends the reads."""
+        any thread: False ends the reads. `marks` (`digest.copy_mark`): of these blocks no other copy is read."""
         self.runs = runs
         self.is_wanted = is_wanted
+        self._marks = marks or {}
         self._copies: dict[BlockKey, tuple[int, ...]] = {}
         """The checksums of each block of which something came: those of all its runs."""
 
     def is_same(self, key: BlockKey, checksums: tuple[int, ...]) -> bool:
         """Whether this is the copy that the others read; the first says which. (One step for all threads.)"""
+        mark = self._marks.get(key)
+        if mark is not None and mark != copy_mark(checksums):
+            return False
         return self._copies.setdefault(key, checksums) == checksums
 
 

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from moonpool.core.vocabulary import BlockKey, Incarnation, KeySpace, NodePeer, PartId, RequestId
 from moonpool.errors import PoolError
-from moonpool.messenger.questions import Question, Reply, packed
+from moonpool.messenger.questions import Question, Reply, packed, unpack_sums
 from moonpool.messenger.transfer import Bytes
 from moonpool.store.arena import map_arena
 from moonpool.store.board import BoardView
@@ -117,16 +117,19 @@ class NodeClient:
         self._reader = threading.Thread(target=self._receive, name=f"client of {self.node}", daemon=True)
         self._reader.start()
 
-    def lease(self, space: KeySpace, keys: Sequence[BlockKey]) -> Future[Lease]:
-        """The longest leading run of readable blocks, in place until the lease is closed."""
+    def lease(self, space: KeySpace, keys: Sequence[BlockKey], marks: bool = False) -> Future[Lease]:
+        """The longest leading run of readable blocks, in place until the lease is closed.
+
+        `marks`: with `Lease.marks`, which say which copy of a block each is.
+        """
 
         def accept(answer: Answer) -> Lease:
             assert isinstance(answer, Leased)
             number = answer.lease
             views = [self._view(offset, space.block_bytes, writable=False) for offset in answer.offsets]
-            return Lease(lambda: self._send_last(Release(number)), views, answer.offsets)
+            return Lease(lambda: self._send_last(Release(number)), views, answer.offsets, unpack_sums(answer.marks))
 
-        return self._call(lambda serial: LeaseBlocks(serial, space, tuple(keys)), accept)
+        return self._call(lambda serial: LeaseBlocks(serial, space, tuple(keys), marks), accept)
 
     def lease_each(self, space: KeySpace, keys: Sequence[BlockKey], time_left: float) -> Future[Found]:
         """Those of these blocks that the node has in any tier, or gets from others within `time_left` seconds."""
@@ -160,10 +163,16 @@ class NodeClient:
         return self._call(lambda serial: FetchBlocks(serial, source, space, tuple(keys), time_left), accept)
 
     def stream(
-        self, space: KeySpace, keys: Sequence[BlockKey], source: NodePeer | None, fetched: int, time_left: float
+        self,
+        space: KeySpace,
+        keys: Sequence[BlockKey],
+        source: NodePeer | None,
+        fetched: int,
+        time_left: float,
+        marks: bool = False,
     ) -> Future[Stream]:
         """The leading blocks that the node has in any tier, or gets from `source`, which is asked for the first
-        `fetched` keys; their layers come in order and are readable as they do.
+        `fetched` keys; their layers come in order and are readable as they do. `marks`: with `Stream.marks`.
         """
 
         def accept(answer: Answer) -> Stream:
@@ -171,13 +180,13 @@ class NodeClient:
             number = answer.room
             views = [self._view(offset, space.block_bytes, writable=False) for offset in answer.offsets]
             close = partial(self._close_room, number)
-            stream = Stream(close, number, views, answer.runs, answer.whole, answer.is_over)
+            stream = Stream(close, number, views, answer.runs, answer.whole, answer.is_over, unpack_sums(answer.marks))
             with self._lock:
                 self._streams[number] = stream
             return stream
 
         return self._call(
-            lambda serial: StreamBlocks(serial, space, tuple(keys), source, fetched, max(0.0, time_left)), accept
+            lambda serial: StreamBlocks(serial, space, tuple(keys), source, fetched, max(0.0, time_left), marks), accept
         )
 
     def open_room(
@@ -356,7 +365,7 @@ class NodeClient:
             with self._lock:
                 stream = self._streams.get(answer.room)
             if stream is not None:
-                stream.change(answer.runs, answer.whole, answer.is_over)
+                stream.change(answer.runs, answer.whole, answer.is_over, unpack_sums(answer.marks))
             return
         if isinstance(answer, Welcome):
             raise PoolError("a second Welcome")

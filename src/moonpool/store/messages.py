@@ -50,6 +50,8 @@ class LeaseBlocks(Struct, frozen=True, tag=True):
     serial: int
     space: KeySpace
     keys: tuple[BlockKey, ...]
+    marks: bool = False
+    """Tell which copy each of them is."""
 
 
 class FetchBlocks(Struct, frozen=True, tag=True):
@@ -69,6 +71,8 @@ class StreamBlocks(Struct, frozen=True, tag=True):
     source: NodePeer | None
     fetched: Annotated[int, Meta(ge=0)]
     time_left: TimeLeft
+    marks: bool = False
+    """Tell which copy each of them is."""
 
 
 class OpenRoom(Struct, frozen=True, tag=True):
@@ -188,6 +192,8 @@ class Leased(Struct, frozen=True, tag=True):
     serial: int
     lease: int
     offsets: tuple[int, ...]
+    marks: bytes = b""
+    """Where they were asked for: u64 (little-endian) a block, `digest.copy_mark`."""
 
 
 class LeasedEach(Struct, frozen=True, tag=True):
@@ -226,6 +232,8 @@ class Streaming(Struct, frozen=True, tag=True):
     """So many leading blocks are."""
     is_over: bool
     """Nothing more will come."""
+    marks: bytes = b""
+    """Where they were asked for: u64 (little-endian), of those `whole` blocks that no message has told of before."""
 
 
 class RoomOpened(Struct, frozen=True, tag=True):
@@ -277,6 +285,7 @@ class Arrived(Struct, frozen=True, tag=True):
     runs: int
     whole: int
     is_over: bool
+    marks: bytes = b""
 
 
 Call = (

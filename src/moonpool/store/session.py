@@ -16,7 +16,8 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 
 from moonpool.errors import PoolBusyError, PoolError
-from moonpool.messenger.questions import unpack_sums, unpacked
+from moonpool.messenger.digest import copy_mark
+from moonpool.messenger.questions import pack_sums, unpack_sums, unpacked
 from moonpool.store.arena import Arena
 from moonpool.store.bookings import BUSY_RETRY_SECONDS, BUSY_SECONDS
 from moonpool.store.desk import Desk
@@ -302,7 +303,8 @@ class Session:
         match call:
             case LeaseBlocks():
                 lease = self._ledger.leases.leading(self._client, call.space, call.keys)
-                return Leased(call.serial, lease.id, tuple(block.offset for block in lease.blocks))
+                marks = pack_sums([copy_mark(block.checksums) for block in lease.blocks]) if call.marks else b""
+                return Leased(call.serial, lease.id, tuple(block.offset for block in lease.blocks), marks)
             case LeaseEach():
                 lease, found = self._ledger.leases.each(self._client, call.space, unpacked(call.keys))
                 offsets = [-1 if block is None else block.offset for block in found]

@@ -18,6 +18,8 @@ from msgspec.structs import replace
 
 from moonpool.core.vocabulary import BlockMeta, KeySpace
 from moonpool.errors import PoolError, TransferError
+from moonpool.messenger.digest import copy_mark
+from moonpool.messenger.questions import pack_sums
 from moonpool.messenger.receiving import ReadGroup
 from moonpool.messenger.tcp import TcpMessenger
 from moonpool.store.arena import Arena
@@ -38,6 +40,7 @@ FETCH_BYTES = 1 << 20
 """Of as many layers as make so much, from all blocks together, at least one."""
 
 Tell = Callable[[Arrived], None]
+"""It may only wake somebody."""
 
 
 ASK_SECONDS = 1.0
@@ -114,7 +117,7 @@ class Streamer:
             shelf.give_back([shelved for _, shelved in borrowed], coming.damaged)
             self._ledger.rooms.close(owner, room.id)
 
-        coming = _Coming(self._ledger, owner, room, blocks, tell, end)
+        coming = _Coming(self._ledger, owner, room, blocks, tell, end, call.marks)
         loads = [
             self._load(coming, index, saved[index], block)
             for index, block in enumerate(blocks)
@@ -188,6 +191,7 @@ class _Coming:
         blocks: Sequence[Block],
         tell: Tell,
         on_end: Callable[[], None],
+        tells_marks: bool,
     ) -> None:
         self.blocks = blocks
         self.damaged: list[Shelved] = []
@@ -207,12 +211,15 @@ class _Coming:
         self._runs = 0
         """How many leading ones nobody lacks."""
         self._parts = 0
+        self._marked = 0 if tells_marks else len(blocks)
+        """So many leading blocks were told of, which copy each is."""
         self._advance()
 
     def start(self, serial: int, parts: int) -> Streaming:
         self._parts = parts
         offsets = tuple(block.offset for block in self.blocks)
-        answer = Streaming(serial, self._room.id, offsets, self._runs, self._whole(), not parts)
+        whole = self._whole()
+        answer = Streaming(serial, self._room.id, offsets, self._runs, whole, not parts, self._marks(whole))
         if not parts:
             self._on_end()
         return answer
@@ -220,7 +227,6 @@ class _Coming:
     def landed(self, index: int, first: int, checksums: Sequence[int]) -> None:
         """Runs of a block are there and verified."""
         self._ledger.rooms.complete(self._owner, self._room.id, [(index, first, len(checksums))], checksums)
-        arrived = None
         with self._lock:
             before = self._runs
             for run in range(first, first + len(checksums)):
@@ -229,9 +235,8 @@ class _Coming:
                     self._missing[run] -= 1
             self._advance()
             if self._runs > before:
-                arrived = self._arrived(is_over=False)
-        if arrived is not None:
-            self._tell(arrived)
+                # Under the lock: they are told in order.
+                self._tell(self._arrived(is_over=False))
 
     def loaded(self, index: int, shelved: Shelved, is_good: bool, is_bad: bool) -> None:
         """A disk is through with a block."""
@@ -260,4 +265,10 @@ class _Coming:
         return next((index for index, there in enumerate(self._there) if there != self._all), len(self._there))
 
     def _arrived(self, is_over: bool) -> Arrived:
-        return Arrived(self._room.id, self._runs, self._whole(), is_over)
+        whole = self._whole()
+        return Arrived(self._room.id, self._runs, whole, is_over, self._marks(whole))
+
+    def _marks(self, whole: int) -> bytes:
+        some = self.blocks[self._marked : whole]
+        self._marked = max(self._marked, whole)
+        return pack_sums([copy_mark(block.checksums) for block in some]) if some else b""

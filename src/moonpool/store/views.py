@@ -31,12 +31,16 @@ class _Held:
 class Lease(_Held):
     """Leading blocks that are readable and stay where they are until `close` (or `release`, the same)."""
 
-    def __init__(self, close: Callable[[], None], views: Sequence[Bytes], offsets: Sequence[int]) -> None:
+    def __init__(
+        self, close: Callable[[], None], views: Sequence[Bytes], offsets: Sequence[int], marks: Sequence[int] = ()
+    ) -> None:
         super().__init__(close)
         self.views = views
         """Read-only, `space.block_bytes` each."""
         self.offsets = offsets
         """Of the blocks in the arena."""
+        self.marks = marks
+        """Where they were asked for: of each block which copy it is (`digest.copy_mark`)."""
 
     @property
     def count(self) -> int:
@@ -98,6 +102,7 @@ class Stream(_Held):
         runs: int,
         whole: int,
         is_over: bool = False,
+        marks: Sequence[int] = (),
     ) -> None:
         super().__init__(close)
         self.id = number
@@ -109,6 +114,7 @@ class Stream(_Held):
         """So many leading blocks are there, with all of their runs."""
         self.is_over = is_over
         """Nothing more will come."""
+        self._marks = dict(zip(range(whole - len(marks), whole), marks, strict=True))
         self._on_change: Callable[[], None] = lambda: None
 
     def tell(self, on_change: Callable[[], None]) -> None:
@@ -116,8 +122,13 @@ class Stream(_Held):
         self._on_change = on_change
         on_change()
 
-    def change(self, runs: int, whole: int, is_over: bool) -> None:
-        """More has come."""
+    def marks(self, blocks: int) -> tuple[int, ...]:
+        """Where they were asked for: of so many leading blocks, which are whole, which copy each is."""
+        return tuple(self._marks[index] for index in range(blocks))
+
+    def change(self, runs: int, whole: int, is_over: bool, marks: Sequence[int] = ()) -> None:
+        """More has come. `marks`: of the last ones of the whole blocks."""
+        self._marks.update(zip(range(whole - len(marks), whole), marks, strict=True))
         self.runs, self.whole, self.is_over = max(self.runs, runs), max(self.whole, whole), self.is_over or is_over
         self._on_change()
 

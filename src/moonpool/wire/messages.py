@@ -235,13 +235,17 @@ class GroupBroken(Struct, frozen=True, tag=True):
     reason: str
 
 
+Mark = Annotated[int, Meta(ge=0)]
+
+
 class StageWork(Struct, frozen=True, tag=True):
-    """Leader to a stage: have your layers of the first `blocks` blocks in these pages, then say `StageLoaded`."""
+    """Leader to a stage: have your layers of the first blocks in these pages, then say `StageLoaded`."""
 
     group: Incarnation
     work: Work
     pages: tuple[Count, ...]
-    blocks: Count
+    marks: tuple[Mark, ...]
+    """Of each cached block, the first ones of the prompt, which copy of it all stages load (`digest.copy_mark`)."""
     caching: tuple[Count, ...]
     """Indices of the blocks that the leader's node has room for in its pool, where the prompt is decoded elsewhere."""
 
