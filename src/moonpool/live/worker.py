@@ -185,9 +185,10 @@ class WorkerLife:
         heart: asyncio.Task[None] | None = None
         try:
             await self._membership.join()
+            # Before the node is waited for: that may take longer than a silence after which this part is lost.
+            heart = asyncio.create_task(self._membership.run())
             if self._description.node is None:
                 await self._attach(loop)
-            heart = asyncio.create_task(self._membership.run())
             if self._prepare is None:
                 if self._node is not None:
                     self.enter()
