@@ -100,3 +100,21 @@ def test_a_node_that_was_killed_comes_back_at_once(host: Host, run_dir: str) -> 
     with Client.connect(host.folder / run_dir / "node-0.sock") as pool:
         assert pool.space("documents", block_bytes=4096).put(key_of("a"), bytes(4096))
     assert again.poll() is None
+
+
+def test_a_node_that_another_has_replaced_ends_instead_of_taking_puts_that_nobody_finds(host: Host) -> None:
+    first, log = host.node("one")
+    joined(first, log)
+    first.send_signal(signal.SIGSTOP)
+    try:
+        until = time.monotonic() + GUARD_SECONDS
+        while "node-0 lost" not in tail(host.folder / "0.log"):
+            assert time.monotonic() < until, "it is silent for long enough"
+            time.sleep(0.05)
+        second, other = host.node("two")
+        joined(second, other)
+    finally:
+        first.send_signal(signal.SIGCONT)
+    assert first.wait(GUARD_SECONDS) == 2, tail(log)
+    assert "--id" in tail(log).splitlines()[-1]
+    assert second.poll() is None

@@ -264,13 +264,6 @@ class Session:
                 self._start(call.serial, self._await_room(call))
             case LeaseBlocks() if self._loader.is_needed(call.space.id, call.keys):
                 self._start(call.serial, self._load_and_lease(call))
-            case OpenEach():
-                try:
-                    self._send(self._answer(call))
-                except PoolBusyError:
-                    self._start(call.serial, self._open_soon(call))
-            case StreamBlocks() if call.source is not None and call.fetched:
-                self._start(call.serial, self._stream(call))
             case FetchBlocks():
                 self._start(call.serial, self._fetch(call))
             case Ask():
@@ -284,6 +277,10 @@ class Session:
                     self._send(self._answered(call))
                 else:
                     self._start(call.serial, self._bring_and_lease(call))
+            case OpenEach():
+                self._open_each(call)
+            case StreamBlocks() if call.source is not None and call.fetched:
+                self._start(call.serial, self._stream(call))
             case Hello():
                 raise PoolError("a second Hello")
             case _:
@@ -333,6 +330,16 @@ class Session:
     def _open_room(self, call: OpenRoom) -> Room:
         name = None if call.request is None else (call.request, call.attempt)
         return self._ledger.rooms.open(self._client, call.space, call.keys, call.tail_tokens, name=name)
+
+    def _open_each(self, call: OpenEach) -> None:
+        try:
+            answer = self._answer(call)
+        except PoolBusyError:
+            self._start(call.serial, self._open_soon(call))
+            return
+        except PoolError as e:
+            answer = RefusedCall(call.serial, str(e))
+        self._send(answer)
 
     async def _open_soon(self, call: OpenEach) -> None:
         """Room is made as soon as an SSD has written what it writes: in some milliseconds."""
