@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from moonpool.core import actions as act
 from moonpool.core import events as ev
+from moonpool.core.conductor import Conductor
 from moonpool.core.contest import PROOF_SECONDS, QUIET_SECONDS, TRIAL_SECONDS
 from moonpool.core.vocabulary import PartId, Peer
 from tests.core.conductor_scene import node, peer
@@ -118,3 +119,11 @@ def test_but_not_by_what_was_on_its_way_or_after_silence(after: float) -> None:
     beat(d, SECOND)
     assert beat(d, FIRST, after=after) == [act.IdTaken(replace(FIRST, address=""), SECOND)]
     assert there(d) == SECOND.incarnation
+
+
+def test_who_waits_is_in_a_snapshot() -> None:
+    d = living()
+    assert not d.tell(elsewhere(2), after=0.1)
+    d.conductor, before = Conductor.restored(d.conductor.snapshot()[0], ()), d.conductor
+    before.end_dump()
+    assert beat(d, FIRST, after=0.5) == [act.IdTaken(SECOND, FIRST)]
