@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moonpool.bench.vllm import OURS, ROUND_ROBIN, Results, bars
+from moonpool.bench.vllm import OURS, ROUND_ROBIN, Results, bars, first_error
 from moonpool.bench.vllm_first_token import COLD, POOL, limits
 from moonpool.bench.vllm_front import Way, front
 from moonpool.bench.vllm_traffic import BLOCK_TOKENS, LONGEST, SHORTER, at_rate, conversations, offer, slice_of
@@ -98,3 +98,8 @@ def test_bars_hold_only_what_was_measured(servers: list[FakeEndpoint], tmp_path:
 
 def test_limits_are_multiples_of_an_idle_server() -> None:
     assert limits(0.5, 0.02) == Slo(5.0, 0.1)
+
+
+def test_what_went_wrong_in_vllm_is_found_in_its_log(tmp_path: Path) -> None:
+    (tmp_path / "a-0.log").write_text("INFO 0 errors\n(EngineCore pid=1) ERROR  KeyError: 'x'\nValueError: later\n")
+    assert first_error(tmp_path) == "a-0: KeyError: 'x'"

@@ -13,6 +13,8 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
+import re
 import statistics
 import sys
 import tempfile
@@ -40,10 +42,14 @@ from moonpool.trace.request import TraceRequest
 
 TOKENS = 2048
 CONTEXT_TOKENS = 4096
+BLOCK_TOKENS = 32
+"""Of all servers' KVCache: what of a prompt fills no block is computed again at decode, whatever the connector, and of
+blocks of 128 tokens, which are vLLM's own on CPU, that is half a second."""
+BLOCKS = ("--block-size", str(BLOCK_TOKENS))
 REPETITIONS = 5
 ONE_IN = 250
 """Conversations of the trace."""
-LOAD = 0.5
+LOAD = 1.0
 """Of what two idle servers would serve one request at a time, without any hit."""
 DRAM = "3GiB"
 PLAIN = "cold, without a connector"
@@ -51,6 +57,7 @@ ROUND_ROBIN = "two servers, round-robin"
 OURS = "prefill, decode and the pool, Moonpool's gateway"
 BOTH = "two servers and the pool, Moonpool's gateway"
 EXAMPLE = "prefill and decode, vLLM's ExampleConnector and proxy"
+ERROR = re.compile(r"\b\w*(Error|Exception): .+")
 BAR_TTFT = "first token at 2,048 tokens: hit in the pool, of cold"
 BAR_GOODPUT = f"goodput: {OURS}, times {ROUND_ROBIN}"
 
@@ -62,6 +69,8 @@ class Results(Struct):
     requests: list[TraceRequest] = []
     """As they are sent."""
     runs: dict[str, Run] = {}
+    busy: dict[str, float] = {}
+    """Of the machine while a system was measured: processes that could run at its end, over a minute."""
     lacks: dict[str, str] = {}
     """By system: why it was not measured."""
 
@@ -103,9 +112,9 @@ class Bench:
             folder, run_dir = (Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mp-"))) for _ in range(2))
             with self._console.status("two vLLM servers start, with Moonpool's connector"):
                 where = folder, run_dir, self._model, self._peer, stack
-                stand = Stand(*where, context_tokens=CONTEXT_TOKENS, dram=DRAM)
+                stand = Stand(*where, context_tokens=CONTEXT_TOKENS, dram=DRAM, options=BLOCKS)
             with self._console.status("first tokens: cold, and of hits"):
-                found = first_tokens(stand.urls, TOKENS, self._options.repetitions)
+                found = first_tokens(stand.urls, TOKENS, BLOCK_TOKENS, self._options.repetitions)
                 self.results.first |= asyncio.run(found)
             with stand.gateway("prefill", "decode") as gateway:
                 self._offer(OURS, gateway.url)
@@ -125,6 +134,8 @@ class Bench:
 
             urls, folder = stack.enter_context(self._servers("example", options))
             self._offer(EXAMPLE, stack.enter_context(front("pair", urls, folder)))
+            if (live := self.results.runs[EXAMPLE].live) is not None and live.errors:
+                self.results.lacks[EXAMPLE] = first_error(folder)
 
     @contextlib.contextmanager
     def _servers(self, name: str, options: Callable[[int], tuple[str, ...]]) -> Iterator[tuple[list[str], Path]]:
@@ -134,7 +145,7 @@ class Bench:
             with self._console.status(f"two vLLM servers start: {name}"):
                 servers = [
                     start_server(
-                        *(folder / f"{name}-{at}.log", self._peer, self._model, stack, options(at)),
+                        *(folder / f"{name}-{at}.log", self._peer, self._model, stack, (*BLOCKS, *options(at))),
                         context_tokens=CONTEXT_TOKENS,
                     )
                     for at in range(2)
@@ -147,6 +158,7 @@ class Bench:
         r = self.results
         with self._console.status(f"{len(r.requests)} requests to {name}"):
             r.runs[name] = asyncio.run(offer(name, url, r.requests, r.slo))
+            r.busy[name] = os.getloadavg()[0]
 
 
 def main() -> int:
@@ -188,6 +200,15 @@ def bars(results: Results, lack: str = "") -> list[Bar]:
     ]
 
 
+def first_error(folder: Path) -> str:
+    """The first error in the logs of vLLM's servers: what a client is told says nothing."""
+    for log in sorted(folder.glob("*.log")):
+        for line in log.read_text(errors="replace").splitlines():
+            if (found := ERROR.search(line)) is not None:
+                return f"{log.stem}: {found[0][:160]}"
+    return ""
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make bench-vllm", description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--trace", type=Path, help="Mooncake's conversation_trace.jsonl; without it, a synthetic one")
@@ -218,14 +239,22 @@ def _print(console: Console, results: Results, options: argparse.Namespace) -> N
 
 def _goodput(results: Results) -> Table:
     shown = Table("system", title="the slice: one system after another on the same cores")
-    for column in ("attained", "goodput\nrequests/s", "TTFT (s)\np50, p90", "slowest tenth (ms)\np50, p90", "cached"):
+    for column in (
+        "attained",
+        "goodput\nrequests/s",
+        "TTFT (s)\np50, p90",
+        "slowest tenth (ms)\np50, p90",
+        "cached",
+        "load",
+    ):
         shown.add_column(column, justify="right")
     shown.add_column("else")
     for name in (ROUND_ROBIN, EXAMPLE, OURS):
         if (run := results.runs.get(name)) is None:
-            shown.add_row(name, *["–"] * 5, results.lacks.get(name, "not measured"))
+            shown.add_row(name, *["–"] * 6, results.lacks.get(name, "not measured"))
             continue
         s, live = run.summary, run.live
+        why = results.lacks.get(name, "")
         wrong = [f"{count} refused: {reason}" for reason, count in s.refused.items()]
         wrong += [f"{count} failed: {reason}" for reason, count in (live.errors if live else {}).items()]
         shown.add_row(
@@ -235,7 +264,8 @@ def _goodput(results: Results) -> Table:
             f"{s.ttft.p50:.2f}, {s.ttft.p90:.2f}",
             f"{s.slowest_tenth.p50 * 1e3:.0f}, {s.slowest_tenth.p90 * 1e3:.0f}",
             f"{s.cached_share:.0%}",
-            "; ".join(wrong),
+            f"{results.busy[name]:.1f}",
+            "; ".join([*wrong, *([why] if why else [])]),
         )
     return shown
 

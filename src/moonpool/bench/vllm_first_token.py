@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from moonpool.bench.dialect import Dialect
 from moonpool.bench.endpoint import Endpoint, Reply, base_of
-from moonpool.bench.vllm_server import BLOCK_TOKENS, MODEL
+from moonpool.bench.vllm_server import MODEL
 from moonpool.core.blocks import hit_limit
 from moonpool.core.vocabulary import Slo
 from moonpool.errors import MoonpoolError
@@ -23,13 +23,13 @@ ANSWER_SECONDS = 300.0
 Seconds = dict[str, list[float]]
 
 
-async def first_tokens(urls: Sequence[str], tokens: int, repetitions: int) -> Seconds:
+async def first_tokens(urls: Sequence[str], tokens: int, block_tokens: int, repetitions: int) -> Seconds:
     """By where KVCache comes from; the two servers of one pool take turns. A first round is not counted.
 
     Raises MoonpoolError where vLLM's own count of cached tokens is not what such a hit has.
     """
     rng, found = random.Random(tokens), {COLD: [], LOCAL: [], POOL: []}  # type: tuple[random.Random, Seconds]
-    hit = hit_limit(tokens, BLOCK_TOKENS) * BLOCK_TOKENS
+    hit = hit_limit(tokens, block_tokens) * block_tokens
     for at in range(repetitions + 1):
         one, other = urls[at % 2], urls[1 - at % 2]
         prompt = _prompt(rng, tokens)

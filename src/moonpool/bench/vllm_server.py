@@ -20,8 +20,6 @@ MODEL = "smollm2"
 VOCABULARY = 49_152
 KV_BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 4
 """Of SmolLM2-135M in float32: layers, keys and values, heads, entries a head, bytes."""
-BLOCK_TOKENS = 128
-"""vLLM's on CPU."""
 CONTEXT_TOKENS = 2048
 START_SECONDS = 500.0
 """A hang guard: vLLM starts in half a minute where nothing else runs."""

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,21 +36,25 @@ class Stand:
         *,
         context_tokens: int = CONTEXT_TOKENS,
         dram: str = "1GiB",
+        options: Sequence[str] = (),
     ) -> None:
-        """`folder`: for logs; `run_dir`: for sockets, a short path. Raises MoonpoolError, PeerMissingError."""
+        """`folder`: for logs; `run_dir`: for sockets, a short path; `options`: of the servers, more of them.
+
+        Raises MoonpoolError, PeerMissingError.
+        """
         self._folder = folder
         self._model = model
         self._control = free_port()
-        for name, options in (
+        for name, flags in (
             ("conductor", ("--control-port", str(self._control), "--journal", "off")),
             ("node", (*self._joins, "--run-dir", str(run_dir), "--dram-per-node", dram)),
         ):
-            stack.enter_context(running(_moonpool(name, *options), folder / f"{name}.log"))
+            stack.enter_context(running(_moonpool(name, *flags), folder / f"{name}.log"))
         path = vllm_cpu.connector_path(peer, folder)
         self._events = [f"ipc://{run_dir}/{at}.kv" for at in range(2)]
         servers = [
             start_server(
-                *(folder / f"vllm-{at}.log", peer, model, stack, _connected(run_dir, events)),
+                *(folder / f"vllm-{at}.log", peer, model, stack, (*_connected(run_dir, events), *options)),
                 context_tokens=context_tokens,
                 python_path=path,
             )

@@ -74,14 +74,16 @@ class PrefillOrder(Struct, frozen=True, tag=True):
 
 
 class HandOver(Struct, frozen=True, tag=True):
-    """Prefill worker to decode worker: `work.tokens` now ends with the token just drawn (it has no KV yet)."""
+    """Prefill worker to decode worker: `work.tokens` now ends with the token just drawn (it has no KV yet).
+
+    Between external instances it ends before that: decode draws it again.
+    """
 
     work: Work
     prefill: Peer
     cached_tokens: Count
     transfer: Annotated[bytes, Meta(max_length=MAX_TRANSFER_BYTES)] = b""
-    """Between external instances that hand over by themselves: what prefill's server gave for decode's, JSON. Then
-    `work.tokens` ends before the token just drawn: decode draws it."""
+    """Between external instances that hand over by themselves: what prefill's server gave for decode's, JSON."""
 
 
 class Abandon(Struct, frozen=True, tag=True):

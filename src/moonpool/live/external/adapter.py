@@ -251,8 +251,8 @@ class Adapter:
         is_first, out = not job.is_answered, []
         for at, drawn in enumerate(piece.drawn, 1):
             token = self._token(job, drawn, piece.finish if at == len(piece.drawn) else None)
-            if self._gives_transfer and token.finish is None:
-                break  # the decode server has KV up to here, and draws it itself
+            if self._instance.role == "prefill" and token.finish is None:
+                break  # the decode server draws it, right before the next one
             job.tokens.append(drawn.token)
             if token.finish is None:
                 out.append(token)
