@@ -7,6 +7,7 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Iterator
 
+import msgspec
 import pytest
 import zmq
 import zmq.asyncio
@@ -19,7 +20,7 @@ from moonpool.live.kv_events.stream import EventStream, Made, StreamConfig
 
 from .kit import END, Subscriber, Told, hash_of, run
 
-CONFIG = StreamConfig("127.0.0.1", 0, 0)
+CONFIG = StreamConfig("127.0.0.1", 0, 0, reminders=())
 
 
 def key_of(number: int) -> BlockKey:
@@ -135,7 +136,7 @@ def test_a_gap_is_filled_from_the_buffer() -> None:
 
 def test_what_the_buffer_has_no_more_comes_as_a_snapshot() -> None:
     async def work() -> None:
-        async with streaming(StreamConfig("127.0.0.1", 0, 0, buffer_bytes=500)) as (stream, source):
+        async with streaming(msgspec.structs.replace(CONFIG, buffer_bytes=500)) as (stream, source):
             for number in range(50):
                 source.put(number)
             for number in range(0, 50, 3):
@@ -172,7 +173,7 @@ def test_numbers_grow_over_lives_and_a_new_life_clears(monkeypatch: pytest.Monke
                 await follower.until(source.told)
                 expected = follower.expected
                 stream.close()
-                async with streaming(StreamConfig("127.0.0.1", *ports)) as (_, again):
+                async with streaming(StreamConfig("127.0.0.1", *ports, reminders=())) as (_, again):
                     again.put(7)
                     await joined(again, follower)
                     await follower.until(again.told)
@@ -182,9 +183,30 @@ def test_numbers_grow_over_lives_and_a_new_life_clears(monkeypatch: pytest.Monke
     run(work())
 
 
+def test_who_has_lost_the_last_batches_hears_of_it_though_nothing_more_comes() -> None:
+    async def work() -> None:
+        async with streaming(msgspec.structs.replace(CONFIG, reminders=(0.1, 0.3))) as (stream, source):
+            with subscriber(stream) as follower:
+                await follower.catch_up()
+                await joined(source, follower)
+                source.put(70)
+                source.put(71)
+                while True:
+                    number = (await follower._stream.recv_multipart())[1]
+                    if int.from_bytes(number, "big") == stream._next - 1:
+                        break
+                await follower.until(source.told)
+                # Then it is silent, but for the second time that it says so.
+                count = stream.counts["batches"]
+                await asyncio.sleep(0.6)
+                assert stream.counts["batches"] <= count + 1
+
+    run(work())
+
+
 def test_a_reader_that_stands_still_costs_no_more_than_its_high_water_mark() -> None:
     async def work() -> None:
-        config = StreamConfig("127.0.0.1", 0, 0, buffer_bytes=1 << 16, high_water=8)
+        config = msgspec.structs.replace(CONFIG, buffer_bytes=1 << 16, high_water=8)
         async with streaming(config) as (stream, source):
             with subscriber(stream, high_water=1) as slow, subscriber(stream) as quick:
                 await joined(source, slow)

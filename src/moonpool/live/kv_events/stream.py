@@ -53,6 +53,10 @@ class StreamConfig(Struct, frozen=True):
     """0: any."""
     buffer_bytes: int = BUFFER_BYTES
     high_water: int = HIGH_WATER_MESSAGES
+    reminders: tuple[float, ...] = (1.0, 10.0)
+    """Seconds without a batch after which an empty one says that the stream is there, and where: whoever has lost the
+    last ones, or was connecting, sees a gap.
+    """
 
 
 class EventStream:
@@ -65,6 +69,7 @@ class EventStream:
         """
         self._snapshot = snapshot
         self._most_bytes = config.buffer_bytes
+        self._reminder: asyncio.TimerHandle | None = None
         self._context = zmq.Context()
         self._pub = zmq.Socket(self._context, zmq.PUB)
         self._router = zmq.asyncio.Socket(self._context, zmq.ROUTER)
@@ -89,11 +94,20 @@ class EventStream:
         self._begin = self._first
         self._kept: dict[int, tuple[bytes, bytes]] = {}
         self._kept_bytes = 0
+        self._reminders = config.reminders
+        self._clock = asyncio.get_running_loop().time
+        self._published_at = self._clock()
         self.counts = dict.fromkeys(("batches", "replays", "snapshots", "requests_refused"), 0)
         self.publish(b"", [AllBlocksCleared()])
         log.info("KV events at %s, replays at %s", self.address, self.replay_address)
 
     def publish(self, topic: bytes, events: Sequence[KvEvent]) -> None:
+        self._publish(topic, events)
+        self._published_at = self._clock()
+        if self._reminder is None:
+            self._remind_later(0)
+
+    def _publish(self, topic: bytes, events: Sequence[KvEvent]) -> None:
         number, payload = self._next, encoded(events, time.time())
         self._next += 1
         self._kept[number] = topic, payload
@@ -126,9 +140,24 @@ class EventStream:
         }
 
     def close(self) -> None:
+        if self._reminder is not None:
+            self._reminder.cancel()
         self._pub.close(linger=0)
         self._router.close(linger=0)
         self._context.term()
+
+    def _remind_later(self, which: int) -> None:
+        self._reminder = None
+        if which < len(self._reminders):
+            at = self._published_at + self._reminders[which]
+            self._reminder = asyncio.get_running_loop().call_at(at, self._remind, which)
+
+    def _remind(self, which: int) -> None:
+        if self._clock() < self._published_at + self._reminders[which]:
+            self._remind_later(0)
+            return
+        self._publish(b"", ())
+        self._remind_later(which + 1)
 
     async def _replay(self, client: bytes, first: int) -> None:
         self.counts["replays"] += 1
