@@ -99,6 +99,7 @@ def test_blocks_are_stored_once_when_they_are_whole() -> None:
         plan = half.plan(step(more=[("r", None, 56 + count, 1)]))
         assert [save.blocks for save in plan.saves] == ([(4, 5, 6, 8)] if count == 7 else [])
     assert plan.saves[0].keys == keys_of(request.all_token_ids)[:4]
+    assert plan.saves[0].tokens == tuple(request.all_token_ids[: 4 * SIZE])
     half.finished(request)
     assert half.plan(step(more=[("r", [9], 64, 16)])).saves == ()
 

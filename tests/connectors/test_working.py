@@ -16,8 +16,10 @@ from moonpool.connectors.pages import Pages
 from moonpool.connectors.plan import Load, Save, StepPlan
 from moonpool.connectors.scheduling import NO_SPACE
 from moonpool.core.blocks import block_keys
-from moonpool.core.vocabulary import BlockKey, KeySpace, NodePeer, RequestId
+from moonpool.core.vocabulary import BlockKey, BlockMeta, KeySpace, NodePeer, RequestId
+from moonpool.messenger.questions import DescribeBlocks, Described, packed
 from moonpool.messenger.transfer import Bytes
+from moonpool.store.client import NodeClient
 
 from ..store.kit import SECONDS, Conductor, eventually
 from .kit import BLOCKS, NAMES, SIZE, Worker, spaces
@@ -51,7 +53,8 @@ def keys_of(count: int, ranks: int = 1) -> tuple[BlockKey, ...]:
 
 def compute(workers: Sequence[Worker], blocks: Sequence[int], ranks: int = 1) -> None:
     """A step of all ranks that stores these blocks, as vLLM drives it."""
-    save = Save(REQUEST, 1, space_of(ranks), keys_of(len(blocks), ranks), tuple(blocks), len(blocks))
+    tokens = tuple(range(len(blocks) * SIZE))
+    save = Save(REQUEST, 1, space_of(ranks), keys_of(len(blocks), ranks), tuple(blocks), len(blocks), tokens)
     for worker in workers:
         worker.half.begin_step(StepPlan(saves=(save,)))
     for name in NAMES:
@@ -83,6 +86,19 @@ def test_blocks_come_back_in_other_places_as_they_were(node: NodePeer, start: St
     assert torch.equal(other.block(4), untouched)
     assert one.counters.take()["saved_blocks"] == 3
     assert other.counters.take()["loaded_blocks"] == 3
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_node_hears_what_blocks_are_of(node: NodePeer, start: Start, ranks: int) -> None:
+    compute([start(node, rank=rank, ranks=ranks) for rank in range(ranks)], [3, 1], ranks)
+    keys = keys_of(2, ranks)
+    with NodeClient.connect(node.socket_path, name="test", incarnation="1") as client:
+        answer = client.ask(DescribeBlocks(space_of(ranks).id, packed(keys))).result(20)
+    assert isinstance(answer, Described)
+    assert answer.metas == (
+        BlockMeta.of(None, 0, range(SIZE)),
+        BlockMeta.of(keys[0], 1, range(SIZE, 2 * SIZE)),
+    )
 
 
 def test_what_the_pool_has_is_not_stored_again(node: NodePeer, start: Start) -> None:

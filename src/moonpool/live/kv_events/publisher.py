@@ -17,7 +17,7 @@ from moonpool.core.vocabulary import BlockKey, BlockMeta, KeySpaceId, NodePeer, 
 from moonpool.errors import TransferError
 from moonpool.live.kv_events.schema import Change, batches
 from moonpool.live.kv_events.stream import EventStream, Made, StreamConfig
-from moonpool.live.kv_events.table import TIERS, Space
+from moonpool.live.kv_events.table import IN_DRAM, IN_SSD, Space
 from moonpool.messenger.asking import ask
 from moonpool.messenger.channel import Channel
 from moonpool.messenger.questions import DescribeBlocks, Described, packed
@@ -26,10 +26,10 @@ from moonpool.messenger.waiting import RefusedError
 
 log = logging.getLogger(__name__)
 
-KEYS_A_STEP = 512
+KEYS_A_STEP = 128
 """Looked at before others have their turn."""
 KEYS_A_QUESTION = 64
-KEYS_A_SNAPSHOT_BATCH = 128
+KEYS_A_SNAPSHOT_BATCH = 256
 ASK_SECONDS = 2.0
 RETRY_SECONDS = (0.5, 4.0, 30.0)
 """After which a block whose tokens nobody knew is asked for again: whoever reads it may tell the node later."""
@@ -184,11 +184,10 @@ class KvPublisher:
         if space is None:
             space = self._spaces[id_] = Space(id_)
         changes: list[Change] = []
-        for (key, tries), tiers in zip(keys.items(), self._held(id_, list(keys)), strict=True):
-            there = sum(1 << bit for bit, _ in TIERS if tiers[bit])
+        for (key, tries), (dram, ssd) in zip(keys.items(), self._held(id_, list(keys)), strict=True):
+            there = (IN_DRAM if dram else 0) | (IN_SSD if ssd else 0)
             if space.look(key, there, changes):
-                holder = next(nodes[0] for nodes in tiers if nodes)
-                self._to_ask.setdefault(holder, deque()).append((id_, key, tries))
+                self._to_ask.setdefault((dram or ssd)[0], deque()).append((id_, key, tries))
         self._publish(id_, changes)
         if not space:
             del self._spaces[id_]

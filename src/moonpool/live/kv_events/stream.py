@@ -34,8 +34,8 @@ REPLAYS = 2
 WAITING_REQUESTS = 64
 SEND_SECONDS = 2.0
 """Without one batch taken, a replay is given up."""
-REPLAY_SECONDS = 60.0
-PAUSE_SECONDS = 0.002
+REPLAY_SECONDS = 300.0
+PAUSE_SECONDS = 0.001
 """Between the batches of a snapshot: whoever asks for one after the other does not stop the process."""
 RETRY_SECONDS = 0.005
 MOST_REQUEST_BYTES = 64

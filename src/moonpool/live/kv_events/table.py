@@ -16,8 +16,9 @@ from moonpool.core.blocks import chain_root
 from moonpool.core.vocabulary import BLOCK_KEY_BYTES, BlockKey, BlockMeta, KeySpace, KeySpaceId, Tier
 from moonpool.live.kv_events.schema import Change
 
-TIERS = tuple(enumerate(Tier))
+TIERS = ((0, Tier.DRAM), (1, Tier.SSD))
 """(bit, tier)"""
+IN_DRAM, IN_SSD = 1, 2
 
 
 class _Block(Struct, gc=False):
