@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
+import socket
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -147,6 +150,15 @@ class Subscriber:
 
     def close(self) -> None:
         self._context.destroy(linger=0)
+
+
+def quiet_port() -> int:
+    """A free one that stays so: the system gives none of these to connections."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from moonpool.bench.cluster import free_port
 from moonpool.core.blocks import block_keys
 from moonpool.messenger.questions import YES, Marks, Remove, packed
 from tests.live.kit import (
@@ -29,6 +28,7 @@ from tests.live.kit import (
 from tests.live.parts import Parts, separate_parts
 
 from .example import Example, example
+from .kit import quiet_port
 
 pytestmark = pytest.mark.live
 
@@ -76,7 +76,7 @@ class Published:
 
 @contextlib.contextmanager
 def published(tmp_path: Path, **more: object) -> Iterator[Published]:
-    ports = free_port(), free_port()
+    ports = quiet_port(), quiet_port()
     config: dict[str, object] = {
         "engine": "timed",
         "kv-events-port": ports[0],

@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from moonpool.bench.cluster import free_port
 from moonpool.core.conductor import ConductorConfig
 from moonpool.core.events import Lost
 from moonpool.core.vocabulary import BlockKey, BlockMeta, PartId, Peer
@@ -27,7 +26,7 @@ from moonpool.store.node import NodeConfig, run_node
 from moonpool.wire.link import Link
 from moonpool.wire.messages import Describe, Description
 
-from .kit import SPACE, Subscriber, Told, hash_of, keys_and_metas, run, tokens_of
+from .kit import SPACE, Subscriber, Told, hash_of, keys_and_metas, quiet_port, run, tokens_of
 
 BLOCK = SPACE.block_bytes
 Blocks = Sequence[tuple[BlockKey, BlockMeta]]
@@ -39,8 +38,8 @@ class Pool:
     def __init__(self, folder: Path, blocks: int, ssd_blocks: int) -> None:
         self._folder = folder
         self._sizes = blocks, ssd_blocks
-        self._port = free_port()
-        self._events = StreamConfig("127.0.0.1", free_port(), free_port(), buffer_bytes=1 << 14)
+        self._port = quiet_port()
+        self._events = StreamConfig("127.0.0.1", quiet_port(), quiet_port(), buffer_bytes=1 << 14)
         self._asker = Link(PartId("asker"), "127.0.0.1", 0, None)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._chief: Link | None = None
