@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 ARGS ?=
+DEVICE ?= cpu
 PY := .venv/bin/python -P
 INSTALLED := .venv/installed
 
@@ -26,7 +27,7 @@ help:
 	@echo "make bench-scale   ten million blocks in the directory, a million on a node's SSD   (ARGS='--entries 1000000')"
 	@echo "make bench-store   the KVCache pool beside Mooncake Store     (ARGS=--quick: a smoke test)"
 	@echo "make bench-layerwise  storing and loading KVCache while it is computed; gaps of running streams   (ARGS='--tokens 512')"
-	@echo "make bench-engine  the torch engine beside vLLM on CPU         (ARGS='--threads 1 --no-peer')"
+	@echo "make bench-engine  the torch engine beside vLLM on CPU         (DEVICE=cuda, ARGS='--threads 1 --no-peer')"
 	@echo "make bench-vllm    two real vLLM servers with the pool, and without   (ARGS='--trace conversation_trace.jsonl')"
 	@echo "make clean    remove the virtual environment and caches (not the model)"
 
@@ -82,7 +83,7 @@ bench-layerwise: $(INSTALLED) model
 	$(PY) -m moonpool.bench.layerwise $(ARGS)
 
 bench-engine: $(INSTALLED) model
-	$(PY) -m moonpool.bench.engine $(ARGS)
+	$(PY) -m moonpool.bench.engine --device $(DEVICE) $(ARGS)
 
 bench-vllm: $(INSTALLED) model
 	$(PY) -m moonpool.bench.vllm $(ARGS)

@@ -1,7 +1,8 @@
 """`make bench-engine`: the torch engine and vLLM on CPU side by side: same weights, float32, same threads.
 
 Each runs in a process of its own, is driven a step at a time, and takes its turn, so that the ratios hold on a machine
-that is not quiet. A ratio is the median over the turns, each side's figure beside the other's.
+that is not quiet. A ratio is the median over the turns, each side's figure beside the other's. On a CUDA device this
+engine is measured alone: int8 and the peer are for CPUs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -25,6 +27,7 @@ from moonpool.bench.peer import Peer, PeerMissingError
 from moonpool.bench.process import Worker, worker
 from moonpool.bench.result import Bar, bar, print_result
 from moonpool.engine.model import resolve
+from moonpool.engine.runner import DTYPES
 from moonpool.errors import MoonpoolError
 
 OURS, INT8, PEER = "moonpool", "moonpool int8", "vLLM"
@@ -75,17 +78,20 @@ class Figures:
 
 def main() -> int:
     options = _options()
+    if lack := _lack_of(options.device):
+        print(lack, file=sys.stderr)
+        return 2
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = TABLE_COLUMNS
     figures = Figures()
-    peer, lack = _peer(console, options.no_peer)
+    peer, lack = _peer(console, options)
     cases = [case for case in CASES if options.only in (None, case.do)]
     try:
         path = resolve("smollm2")
         with tempfile.TemporaryDirectory(prefix="moonpool-bench-") as folder, Progress(console=console) as progress:
             task = progress.add_task("measuring", total=len(cases) * (options.repetitions + 1))
-            with _sides(path, options.threads, peer, Path(folder)) as sides:
+            with _sides(path, options, peer, Path(folder)) as sides:
                 read = sides[OURS].order("read")[0]
                 for case in cases:
                     for turn in range(options.repetitions + 1):
@@ -94,10 +100,11 @@ def main() -> int:
     except MoonpoolError as error:
         console.print(f"the bench failed: {error}", soft_wrap=True, markup=False)
         return 1
-    _print(console, figures, cases, read)
+    _print(console, figures, cases, read, f"{options.dtype} on {options.device}")
     if lack:
         console.print(f"without vLLM: {lack}", soft_wrap=True, markup=False)
-    print_result(_bars(figures, cases, lack), threads=options.threads, peer=lack or f"vLLM {vllm_cpu.VERSION}")
+    about = {"device": options.device, "dtype": options.dtype, "threads": options.threads}
+    print_result(_bars(figures, cases, lack), **about, peer=lack or f"vLLM {vllm_cpu.VERSION}")
     return 0
 
 
@@ -108,13 +115,33 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=16, help="decode steps of a turn (%(default)s)")
     parser.add_argument("--only", choices=("prefill", "decode"), help="half of the cases")
     parser.add_argument("--no-peer", action="store_true", help="this engine alone")
-    return parser.parse_args()
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda or cuda:1 (%(default)s)")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="float32 on a CPU, else bfloat16, by default")
+    options = parser.parse_args()
+    options.dtype = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
+    return options
 
 
-def _peer(console: Console, left_out: bool) -> tuple[Peer | None, str]:
+def _lack_of(device: str) -> str:
+    """Why there is no such device, in one line; empty: there is."""
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        return f"no device {device} here: {str(error).splitlines()[0]}"
+    return ""
+
+
+def _is_compared(options: argparse.Namespace) -> bool:
+    """With int8 and with the peer."""
+    return bool(options.device == "cpu" and options.dtype == "float32")
+
+
+def _peer(console: Console, options: argparse.Namespace) -> tuple[Peer | None, str]:
     """The peer, or why there is none."""
-    if left_out:
+    if options.no_peer:
         return None, "left out"
+    if not _is_compared(options):
+        return None, f"the peer computes float32 on a CPU, this is {options.dtype} on {options.device}"
     try:
         return vllm_cpu.set_up(console), ""
     except PeerMissingError as error:
@@ -122,12 +149,14 @@ def _peer(console: Console, left_out: bool) -> tuple[Peer | None, str]:
 
 
 @contextlib.contextmanager
-def _sides(path: Path, threads: int, peer: Peer | None, folder: Path) -> Iterator[dict[str, Worker]]:
+def _sides(path: Path, options: argparse.Namespace, peer: Peer | None, folder: Path) -> Iterator[dict[str, Worker]]:
+    threads, where = options.threads, [options.device, options.dtype]
     ours = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    engines = ((OURS, "none"), (INT8, "int8")) if _is_compared(options) else ((OURS, "none"),)
     with contextlib.ExitStack() as stack:
         sides = {}
-        for name, quantize in ((OURS, "none"), (INT8, "int8")):
-            start = ("moonpool.bench.engine_side", [str(path), str(threads), quantize], sys.executable, ours)
+        for name, quantize in engines:
+            start = ("moonpool.bench.engine_side", [str(path), str(threads), quantize, *where], sys.executable, ours)
             sides[name] = stack.enter_context(worker(name, folder, *start))
         if peer is not None:
             environment = vllm_cpu.environment(peer, threads)
@@ -147,11 +176,11 @@ def _measure(figures: Figures, sides: dict[str, Worker], case: Case, turn: int, 
             figures.add(case, name, seconds)
 
 
-def _print(console: Console, figures: Figures, cases: Sequence[Case], read: float) -> None:
-    """`read`: seconds for the float32 weights once, the least that a step of one stream can take."""
+def _print(console: Console, figures: Figures, cases: Sequence[Case], read: float, how: str) -> None:
+    """`read`: seconds for the weights once, the least that a step of one stream can take. `how`: dtype and device."""
     names = [name for name in (OURS, INT8, PEER) if (cases[0], name) in figures.rates]
     count = len(figures.rates[cases[0], OURS])
-    table = Table("tokens/s", title=f"SmolLM2-135M, float32 (and int8): median (min–max) of {count} turns")
+    table = Table("tokens/s", title=f"SmolLM2-135M, {how}: median (min–max) of {count} turns")
     for name in names:
         table.add_column(name, justify="right")
     if PEER in names:

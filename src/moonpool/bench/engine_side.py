@@ -1,4 +1,4 @@
-"""The torch engine as a side of `make bench-engine`. Arguments: model directory, threads, none or int8."""
+"""The torch engine as a side of `make bench-engine`. Arguments: model, threads, quantization, device, dtype."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from moonpool.bench.engine_walk import EngineWalk, Prompt
 from moonpool.bench.orders import answering, carry_out_orders
 from moonpool.engine.engine import Row
-from moonpool.engine.runner import TorchEngine
+from moonpool.engine.runner import DTYPES, TorchEngine
 from moonpool.wire.messages import Sampling
 
 PAGES = 160
@@ -25,9 +25,12 @@ GREEDY = Sampling(seed=0, temperature=0.0, max_tokens=1 << 16, ignore_eos=True)
 
 
 class TorchSide:
-    def __init__(self, path: str, threads: int, quantize: str) -> None:
-        self._engine = TorchEngine(Path(path), page_count=PAGES, threads=threads, quantize=quantize)
-        self._weight_bytes = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+    def __init__(self, path: str, threads: int, quantize: str, device: str, dtype: str) -> None:
+        self._engine = TorchEngine(
+            Path(path), page_count=PAGES, threads=threads, quantize=quantize, device=device, dtype=dtype
+        )
+        stored = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+        self._weight_bytes = stored * DTYPES[dtype].itemsize // torch.float32.itemsize
 
     def prefill(self, prompt: Prompt) -> Callable[[], object]:
         pages = self._clean(0, -(-len(prompt) // self._engine.space.block_tokens))
@@ -67,11 +70,11 @@ class TorchSide:
 
     def _read_weights(self) -> float:
         """Seconds to read as many bytes as the model's weights once, by all threads, at the rate of a long sum."""
-        memory = torch.ones(READ_BYTES // 4)
+        memory = torch.ones(READ_BYTES // 4, device=self._engine.device)
         best = float("inf")
         for _ in range(5):
             began = time.perf_counter()
-            memory.sum()
+            memory.sum().item()
             best = min(best, time.perf_counter() - began)
         return best * self._weight_bytes / READ_BYTES
 
@@ -84,4 +87,4 @@ class TorchSide:
 
 if __name__ == "__main__":
     with answering() as answer:
-        carry_out_orders(EngineWalk(TorchSide(sys.argv[1], int(sys.argv[2]), sys.argv[3])).carry_out, answer)
+        carry_out_orders(EngineWalk(TorchSide(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])).carry_out, answer)
