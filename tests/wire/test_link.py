@@ -174,6 +174,9 @@ def test_who_has_taken_ones_id_is_said_once(caplog: pytest.LogCaptureFixture) ->
     async def run() -> None:
         async with links(None, None) as (part, conductor):
             m, other = membership(part, conductor), Peer(part.me.id, Incarnation("other"), "tcp://10.0.0.9:9001")
+            before = Peer(part.me.id, Incarnation("before"), part.me.address)
+            assert m.heard(Envelope(conductor.me, part.me.incarnation, IdTaken(before, part.me)))
+            assert not caplog.records, "that was for the process that was here before"
             for _ in range(3):
                 assert m.heard(Envelope(conductor.me, part.me.incarnation, IdTaken(part.me, other)))
 

@@ -125,12 +125,7 @@ def _read(file: Path) -> _File:
 def instance_of(where: str, server: Server, id_: str) -> Instance:
     """`where`: for messages. Raises ConfigError."""
     url = server.url.rstrip("/").removesuffix("/v1")
-    parts = urlsplit(url)
-    try:
-        port = parts.port
-    except ValueError:
-        port = 0
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or parts.query or parts.fragment:
+    if not _is_url(url):
         raise ConfigError(f"{where}: url {server.url!r} must be like http://host:8000")
     if server.kv_events is not None and server.kv_events_listen is not None:
         raise ConfigError(
@@ -155,6 +150,18 @@ def instance_of(where: str, server: Server, id_: str) -> Instance:
         kv_transfer_params=server.kv_transfer_params,
         stall_seconds=server.stall_seconds,
     )
+
+
+def _is_url(url: str) -> bool:
+    """Whether everybody reads the same host out of it: whoever allows it, and whoever connects to it."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return False
+    if not url.isascii() or not url.isprintable() or set(" \\@") & set(url) or parts.query or parts.fragment:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0
 
 
 def _allowed(file: Path, entries: Sequence[str]) -> Allowed:

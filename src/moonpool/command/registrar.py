@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from urllib.parse import urlsplit
 
 import msgspec
@@ -13,6 +14,8 @@ from moonpool.errors import ConfigError
 from moonpool.gateway.registry import Registry
 from moonpool.live.external.config import Instance, Role
 from moonpool.live.external.run import Instances
+
+_ZMQ_HOST = re.compile(r"tcp://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
 
 
 class Shown(Struct, frozen=True):
@@ -49,10 +52,17 @@ def read_instance(external: External, body: bytes, taken: set[PartId]) -> Instan
     free = next(PartId(f"vllm-{at}") for at in range(len(taken) + 1) if f"vllm-{at}" not in taken)
     instance = instance_of("this instance", server, server.id or free)
     for address in (server.url, server.kv_events, server.kv_events_listen, server.kv_events_replay):
-        parts = urlsplit(address or "")
-        if address is not None and (parts.scheme == "ipc" or not external.allowed.has(parts.hostname or "")):
+        if address is not None and not external.allowed.has(_host(address)):
             raise ConfigError(f"{address} is not among the allowed-addresses of the --instances file")
     return instance
+
+
+def _host(address: str) -> str:
+    """Empty where it has none, or may have more: ZMQ connects to a second one after a semicolon."""
+    if address.startswith("http"):
+        return urlsplit(address).hostname or ""
+    found = _ZMQ_HOST.fullmatch(address)
+    return found[1].strip("[]") if found else ""
 
 
 def _shown(instance: Instance) -> Shown:

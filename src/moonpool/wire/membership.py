@@ -142,8 +142,9 @@ class Membership:
             case RegisterAgain():
                 self._begin_anew(envelope.sender)
                 return True
-            case IdTaken(by=by):
-                self._id_is_taken(by)
+            case IdTaken(to=to, by=by):
+                if to.incarnation == self._link.me.incarnation:  # else the one at this address before
+                    self._id_is_taken(by)
                 return True
             case _:
                 return False

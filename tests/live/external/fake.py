@@ -70,6 +70,10 @@ class FakeVllm:
         """None: it does not tell."""
         self.gives_transfer = False
         """It has a connector that hands over by `kv_transfer_params`."""
+        self.metrics: str | None = None
+        """In place of what it measures."""
+        self.moved_to: str | None = None
+        """An address to which it refers whoever asks."""
         self._runner: web.AppRunner | None = None
 
     @property
@@ -98,17 +102,21 @@ class FakeVllm:
             self._runner = None
 
     async def _health(self, request: web.Request) -> web.Response:
+        if self.moved_to is not None:
+            raise web.HTTPTemporaryRedirect(f"{self.moved_to}{request.path}")
         return web.Response(status=self.health)
 
     async def _metrics(self, request: web.Request) -> web.Response:
         text = METRICS.format(running=float(self.running), usage=self.usage_name, blocks=self.blocks)
-        return web.Response(text=text)
+        return web.Response(text=text if self.metrics is None else self.metrics)
 
     async def _models(self, request: web.Request) -> web.Response:
         data = [{"id": name, "object": "model", "max_model_len": 512} for name in self.models]
         return web.json_response({"object": "list", "data": data})
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
+        if self.moved_to is not None:
+            raise web.HTTPTemporaryRedirect(f"{self.moved_to}{request.path}")
         body = await request.json()
         if "moonpool_key_space" not in body.get("kv_transfer_params", {}):
             self.bodies.append(body)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from moonpool.live.external.dialect import Events, FaultError, Load, load_in, problem_in, seed_of
+from moonpool.live.external.dialect import Events, FaultError, Load, load_in, models_in, problem_in, seed_of
 from moonpool.live.external.pace import Prompted, PromptPace, StepPace, Taken
 from moonpool.wire.messages import Sampling
 
@@ -34,6 +34,11 @@ def test_events_come_in_any_pieces() -> None:
         event(finish_reason="abort"),
         event(logprobs={"tokens": [], "token_logprobs": [], "top_logprobs": []}),
         event(logprobs={"tokens": ["a"], "token_logprobs": [-1.0], "top_logprobs": [{" the": -1.0}]}),
+        event(logprobs={"tokens": ["a"], "token_logprobs": [-1.0], "top_logprobs": [{"token_id:" + "9" * 5000: -1.0}]}),
+        event(token_ids=[-1]),
+        event(token_ids=[1 << 64]),
+        b'data: {"usage": {"prompt_tokens_details": {"cached_tokens": -1}}}\n',
+        b'data: {"deep": ' + b"[" * 100_000 + b"\n",
     ],
 )
 def test_what_cannot_be_read_is_a_fault(data: bytes) -> None:
@@ -55,6 +60,20 @@ other:metric 7
 """
     assert load_in(text) == Load(7, 1, 0.375, 200, 32, caches_prefixes=False)
     assert load_in("") == Load()
+
+
+@pytest.mark.parametrize("value", ["many", "NaN", "+Inf", "-1", "1e300", "9" * 5000])
+def test_a_load_that_is_no_number_is_a_fault(value: str) -> None:
+    with pytest.raises(FaultError, match="/metrics: vllm:num_requests_running is"):
+        load_in(f'vllm:num_requests_running{{engine="0"}} {value}')
+    assert load_in(f'vllm:cache_config_info{{num_gpu_blocks="{value}"}} 1.0').blocks == 0
+    assert load_in(f"other:metric {value}") == Load()
+
+
+@pytest.mark.parametrize("models", [b'{"data": [{"id": "m", "max_model_len": -1}]}', b'{"x": ' + b"[" * 100_000])
+def test_models_that_are_none_are_a_fault(models: bytes) -> None:
+    with pytest.raises(FaultError, match="no list of models"):
+        models_in(models)
 
 
 def test_problems_old_and_new() -> None:

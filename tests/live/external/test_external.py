@@ -129,6 +129,30 @@ def test_a_server_that_dies_in_a_stream_is_gone_on_from_elsewhere(how: str) -> N
     run(work())
 
 
+def test_a_server_whose_metrics_are_none_is_taken_out_alone() -> None:
+    async def work() -> None:
+        async with fakes(2) as servers, front(instances(servers)) as gate:
+            servers[0].metrics = "vllm:num_requests_running many\n"
+            await gate.until_gone("vllm-0")
+            assert (await gate.ask(prompt(0), 3)).tokens == answer_to(prompt(0), 3)
+            servers[0].metrics = None
+            await gate.until_there("vllm-0", "vllm-1")
+
+    run(work())
+
+
+def test_nobody_is_sent_elsewhere_by_a_server() -> None:
+    async def work() -> None:
+        async with fakes(3) as servers, front(instances(servers[:2])) as gate:
+            servers[0].moved_to = servers[2].url
+            answers = await asyncio.gather(*(gate.ask(prompt(seed), 3) for seed in range(4)))
+            assert [a.tokens for a in answers] == [answer_to(prompt(seed), 3) for seed in range(4)]
+            await gate.until_gone("vllm-0")
+            assert not servers[2].bodies
+
+    run(work())
+
+
 def test_a_dead_server_leaves_the_cluster_and_comes_back() -> None:
     async def work() -> None:
         async with fakes(2) as servers, front(instances(servers)) as gate:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator
+from typing import Annotated
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from moonpool.core.vocabulary import KeySpace
 from moonpool.errors import MoonpoolError
@@ -21,6 +22,10 @@ MOST_LINE_BYTES = 64 << 20
 _TELL_SPACE = "moonpool_key_space"
 """As `connectors/scheduling.py` has it."""
 _INT63 = (1 << 63) - 1
+_MOST_DIGITS = 10
+_NO_JSON = (msgspec.MsgspecError, RecursionError)
+"""What reading it raises: the latter where it is nested deeper than anything is."""
+_Token = Annotated[int, Meta(ge=0, lt=1 << 32)]
 _TOKEN_PREFIX = "token_id:"
 _SAMPLE = re.compile(r"^(vllm:\w+)(?:\{(.*)\})? (\S+)$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -92,13 +97,13 @@ class _Logprobs(Struct):
 
 
 class _Choice(Struct):
-    token_ids: list[int] | None = None
+    token_ids: list[_Token] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
 
 
 class _Details(Struct):
-    cached_tokens: int | None = None
+    cached_tokens: Annotated[int, Meta(ge=0)] | None = None
 
 
 class _Usage(Struct):
@@ -130,7 +135,7 @@ class _Problem(Struct):
 
 class _Model(Struct):
     id: str
-    max_model_len: int | None = None
+    max_model_len: Annotated[int, Meta(ge=1, lt=1 << 32)] | None = None
 
 
 class _Models(Struct):
@@ -201,7 +206,7 @@ def space_in(transfer: bytes) -> KeySpace | None:
         return None
     try:
         return msgspec.json.decode(transfer, type=_Told).moonpool_key_space
-    except msgspec.MsgspecError as e:
+    except _NO_JSON as e:
         raise FaultError(f"its connector tells of its key space what is none: {e}") from None
 
 
@@ -244,7 +249,7 @@ class Events:
             return Piece(is_last=True)
         try:
             event = msgspec.json.decode(data, type=_Event)
-        except msgspec.MsgspecError as e:
+        except _NO_JSON as e:
             raise FaultError(f"it sends what is no completion: {e}") from None
         if event.error is not None:
             raise FaultError(f"it failed: {event.error.message or event.error.code}")
@@ -282,8 +287,8 @@ class Events:
 
 def _token_of(name: str) -> int:
     number = name.removeprefix(_TOKEN_PREFIX)
-    if number == name or not number.isdecimal():
-        raise FaultError(f"it names a token {name!r} in place of its id")
+    if number == name or not number.isdecimal() or len(number) > _MOST_DIGITS:
+        raise FaultError(f"it names a token {name[:40]!r} in place of its id")
     return int(number)
 
 
@@ -291,7 +296,7 @@ def problem_in(body: bytes) -> str:
     """The message in an error's body, else its beginning."""
     try:
         problem = msgspec.json.decode(body, type=_Problem)
-    except msgspec.MsgspecError:
+    except _NO_JSON:
         return body[:200].decode(errors="replace").strip()
     return (problem.error.message if problem.error is not None else "") or problem.message
 
@@ -300,12 +305,15 @@ def models_in(body: bytes) -> dict[str, int | None]:
     """Served names, and the context of each in tokens. Raises FaultError."""
     try:
         return {model.id: model.max_model_len for model in msgspec.json.decode(body, type=_Models).data}
-    except msgspec.MsgspecError as e:
+    except _NO_JSON as e:
         raise FaultError(f"/v1/models is no list of models: {e}") from None
 
 
 def load_in(text: str) -> Load:
-    """Of the text of /metrics. What is not there stays at its default; engines of one server are added up."""
+    """Of the text of /metrics. What is not there stays at its default; engines of one server are added up.
+
+    Raises FaultError for what are no numbers.
+    """
     running = waiting = 0.0
     usages: list[float] = []
     blocks = block_tokens = 0
@@ -314,13 +322,13 @@ def load_in(text: str) -> Load:
         found = _SAMPLE.match(line)
         if found is None:
             continue
-        name, labels, value = found[1], found[2] or "", float(found[3])
+        name, labels = found[1], found[2] or ""
         if name == "vllm:num_requests_running":
-            running += value
+            running += _value(name, found[3])
         elif name == "vllm:num_requests_waiting":
-            waiting += value
+            waiting += _value(name, found[3])
         elif name in _USAGE:
-            usages.append(value)
+            usages.append(_value(name, found[3]))
         elif name == "vllm:cache_config_info":
             info = dict(_LABEL.findall(labels))
             blocks += _number(info.get("num_gpu_blocks"))
@@ -330,5 +338,15 @@ def load_in(text: str) -> Load:
     return Load(int(running), int(waiting), min(max(usage, 0.0), 1.0), blocks, block_tokens, caches)
 
 
+def _value(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e15:
+        raise FaultError(f"/metrics: {name} is {text[:40]!r}")
+    return value
+
+
 def _number(text: str | None) -> int:
-    return int(text) if text is not None and text.isdecimal() else 0
+    return int(text) if text is not None and text.isdecimal() and len(text) <= _MOST_DIGITS else 0

@@ -61,7 +61,9 @@ class Server:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS),
-            headers={"authorization": f"Bearer {key}"} if key else {},
+            # Not compressed: what is small on its way could fill the memory here.
+            headers={"accept-encoding": "identity"} | ({"authorization": f"Bearer {key}"} if key else {}),
+            auto_decompress=False,
         )
 
     async def close(self) -> None:
@@ -111,11 +113,12 @@ class Server:
                 f"{self._instance.url}/v1/completions",
                 data=msgspec.json.encode(body),
                 headers={"content-type": "application/json"},
+                allow_redirects=False,
             ) as response:
                 if response.status != 200:
                     raise _problem(response.status, await response.content.read(MOST_ANSWER_BYTES))
                 if not body["stream"]:
-                    yield events.whole(await response.read())
+                    yield events.whole(await _read(response))
                     return
                 async for data in response.content.iter_any():
                     for piece in events.feed(data):
@@ -128,10 +131,11 @@ class Server:
 
     async def _get(self, path: str) -> bytes:
         try:
-            async with asyncio.timeout(CALL_SECONDS), self._opened.get(f"{self._instance.url}{path}") as response:
-                body = await response.content.read(MOST_ANSWER_BYTES)
-                while len(body) < MOST_ANSWER_BYTES and (more := await response.content.read(MOST_ANSWER_BYTES)):
-                    body += more
+            async with (
+                asyncio.timeout(CALL_SECONDS),
+                self._opened.get(f"{self._instance.url}{path}", allow_redirects=False) as response,
+            ):
+                body = await _read(response)
         except (aiohttp.ClientError, OSError) as e:
             raise FaultError(f"{path}: {_what(e)}") from None
         if response.status == 200:
@@ -155,9 +159,19 @@ async def opened(instance: Instance) -> AsyncIterator[Server]:
         await server.close()
 
 
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    """Its body, as far as an answer may be long."""
+    body = bytearray()
+    while len(body) < MOST_ANSWER_BYTES and (more := await response.content.read(MOST_ANSWER_BYTES - len(body))):
+        body += more
+    return bytes(body)
+
+
 def _problem(status: int, body: bytes) -> FaultError | RefusedError:
     """What the client's request is to blame for says nothing of the server; nor does being busy."""
     message = f"status {status}" + (f": {text}" if (text := problem_in(body)) else "")
+    if 300 <= status < 400:
+        return FaultError(f"{message}: it refers to another address, and only its own is asked")
     if status in (401, 403):
         return WrongModelError(f"it does not accept the API key ({message})")
     if 400 <= status < 500:
