@@ -266,6 +266,27 @@ def test_strangers_cost_nothing() -> None:
     run(work())
 
 
+def test_an_endless_subscription_is_not_taken() -> None:
+    """ZMQ keeps a node for each of its bytes, and makes them in the thread that publishes."""
+
+    async def work() -> None:
+        async with streaming() as (stream, source):
+            host, _, port = stream.address.removeprefix("tcp://").rpartition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            # ZMTP 3: signature, version, mechanism NULL, not a server; READY of a SUB; a message of the topic's size
+            writer.write(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + bytes(32))
+            ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x03SUB"
+            writer.write(bytes([4, len(ready)]) + ready + b"\x02" + (1 << 20).to_bytes(8, "big") + b"\x01")
+            writer.write(bytes((1 << 20) - 1))
+            with contextlib.suppress(ConnectionError):
+                await reader.read()  # until it is closed there
+            writer.close()
+            with subscriber(stream) as made:
+                await joined(source, made)
+
+    run(work())
+
+
 def test_a_replay_that_nobody_takes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SEND_SECONDS", 0.2)
 

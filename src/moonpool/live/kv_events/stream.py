@@ -39,6 +39,7 @@ PAUSE_SECONDS = 0.001
 """Between the batches of a snapshot: whoever asks for one after the other does not stop the process."""
 RETRY_SECONDS = 0.005
 MOST_REQUEST_BYTES = 64
+MOST_SUBSCRIPTION_BYTES = 512
 END = (1 << 64) - 1
 
 Made = tuple[bytes, Sequence[KvEvent]]
@@ -75,6 +76,8 @@ class EventStream:
         self._router = zmq.asyncio.Socket(self._context, zmq.ROUTER)
         try:
             self._pub.setsockopt(zmq.SNDHWM, config.high_water)
+            # Each of its bytes takes some fifty here, and time of this very thread.
+            self._pub.setsockopt(zmq.MAXMSGSIZE, MOST_SUBSCRIPTION_BYTES)
             for option, value in (
                 (zmq.SNDHWM, HIGH_WATER_MESSAGES),
                 (zmq.RCVHWM, WAITING_REQUESTS),
