@@ -58,6 +58,8 @@ def test_allowed_addresses_are_taken(external: External, host: str) -> None:
         ({"url": "http://10.0.0.1", "kv-events-replay": "tcp://*:5557"}, "not among"),
         ({"url": "http://10.0.0.1", "api-key-env": "OTHER_SECRET"}, "OTHER_SECRET is not one that"),
         ({"url": "file:///etc/passwd"}, "must be like http://host:8000"),
+        ({"url": "http://10.0.0.1", "id": "gateway-0"}, "id gateway-0 is what a part of the cluster itself"),
+        ({"url": "http://10.0.0.1", "id": "vllm-0.cache"}, "of the cluster itself"),
         ({"url": "http://10.0.0.1", "colour": "red"}, "colour"),
         ({}, "url"),
     ],

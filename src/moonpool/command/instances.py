@@ -21,6 +21,7 @@ from moonpool.live.external.config import ExternalConfig, Instance, Role
 
 MAX_FILE_BYTES = 1 << 20
 ZMQ_ADDRESS = r"^(tcp|ipc)://\S+$"
+OWN_NAMES = r"conductor|external|(gateway|node|vllm-pool)(-[0-9]+)?|.*\.cache"
 HOST_NAME = r"(?=.*[A-Za-z])[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"
 
 
@@ -127,6 +128,8 @@ def instance_of(where: str, server: Server, id_: str) -> Instance:
     url = server.url.rstrip("/").removesuffix("/v1")
     if not _is_url(url):
         raise ConfigError(f"{where}: url {server.url!r} must be like http://host:8000")
+    if re.fullmatch(OWN_NAMES, id_):
+        raise ConfigError(f"{where}: id {id_} is what a part of the cluster itself may be called: give it another")
     if server.kv_events is not None and server.kv_events_listen is not None:
         raise ConfigError(
             f"{where}: either this side connects (kv-events) or the server does (kv-events-listen), not both"

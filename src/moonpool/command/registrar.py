@@ -59,7 +59,7 @@ def read_instance(external: External, body: bytes, taken: set[PartId]) -> Instan
 
 def _host(address: str) -> str:
     """Empty where it has none, or may have more: ZMQ connects to a second one after a semicolon."""
-    if address.startswith("http"):
+    if address.lower().startswith("http"):
         return urlsplit(address).hostname or ""
     found = _ZMQ_HOST.fullmatch(address)
     return found[1].strip("[]") if found else ""

@@ -55,6 +55,8 @@ class FakeVllm:
         self.stops_after: int | None = None
         """Tokens, the last one being the end token."""
         self.hangs_after: int | None = None
+        self.never_ends = ""
+        """`more`: it goes on with tokens after the last one; `at once`: in the same event; `silent`: nothing comes."""
         self.breaks_off_after: int | None = None
         """Tokens, after which an error comes in the stream."""
         self.space: KeySpace | None = None
@@ -169,7 +171,13 @@ class FakeVllm:
             token = next_token(tokens)
             tokens.append(token)
             finish = "stop" if count + 1 == self.stops_after else "length" if count + 1 == body["max_tokens"] else None
-            await _send(response, {"choices": [_choice(body, token, finish, first=not count)]})
+            choice = _choice(body, token, finish, first=not count)
+            if self.never_ends == "at once" and finish is not None:
+                choice["token_ids"] += [7] * 100
+            await _send(response, {"choices": [choice]})
+            while self.never_ends and finish is not None:
+                await asyncio.sleep(3600 if self.never_ends == "silent" else 0.001)
+                await _send(response, {"choices": [_choice(body, token, None, first=False)]})
             if finish is not None:
                 break
         usage: dict[str, Any] = {"prompt_tokens": len(body["prompt"])}

@@ -9,6 +9,7 @@ import pytest
 from moonpool.core.vocabulary import PartId, RejectReason
 from moonpool.errors import ConfigError
 from moonpool.gateway.generation import Refused
+from moonpool.live.external import adapter
 from moonpool.live.external.config import Instance, PoolUse
 
 from .fake import BLOCK, answer_to, fakes
@@ -137,6 +138,22 @@ def test_a_server_whose_metrics_are_none_is_taken_out_alone() -> None:
             assert (await gate.ask(prompt(0), 3)).tokens == answer_to(prompt(0), 3)
             servers[0].metrics = None
             await gate.until_there("vllm-0", "vllm-1")
+
+    run(work())
+
+
+@pytest.mark.parametrize("how", ["more", "at once", "silent"])
+def test_a_server_that_finds_no_end_is_left(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "END_SECONDS", 0.2)
+
+    async def work() -> None:
+        async with fakes(1) as servers, front(instances(servers)) as gate:
+            servers[0].never_ends = how
+            async with asyncio.timeout(20):
+                answer = await gate.ask(prompt(0), 3)
+            assert answer.tokens == answer_to(prompt(0), 3)
+            assert answer.finish == "length"
+            await gate.until(lambda state: servers[0].dropped > 0, "its connection is closed")
 
     run(work())
 

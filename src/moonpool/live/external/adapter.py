@@ -40,6 +40,8 @@ from moonpool.wire.messages import Abandon, Envelope, HandOver, PrefillOrder, St
 log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.5
+END_SECONDS = 5.0
+"""What comes after the last token, above all how much was cached, is waited for so long."""
 TOGETHER_SECONDS = 0.005
 """First tokens that come within so long were computed together."""
 
@@ -217,9 +219,14 @@ class Adapter:
             transfer=job.transfer,
         )
         try:
-            async with asyncio.timeout(max(job.time_left(), 0.0)), aclosing(self._server.complete(body)) as pieces:
+            async with (
+                asyncio.timeout(left := max(job.time_left(), 0.0)) as limit,
+                aclosing(self._server.complete(body)) as pieces,
+            ):
                 async for piece in pieces:
                     self._take(job, piece)
+                    if job.finish is not None:
+                        limit.reschedule(asyncio.get_running_loop().time() + min(END_SECONDS, left))
             if job.finish is None and not (is_prefill and job.is_answered):
                 raise FaultError("it ended the stream without saying why")
             self._requests.success()
@@ -244,6 +251,8 @@ class Adapter:
             if piece.finish is not None:
                 raise FaultError(f"it ended the request ({piece.finish}) without a token")
             return
+        if job.finish is not None or (job.is_answered and self._instance.role == "prefill"):
+            raise FaultError("it goes on after the end of what it was asked for")
         if self._gives_transfer and not piece.transfer:
             raise FaultError("it gives no kv_transfer_params: has it a connector that hands over?")
         job.transfer = piece.transfer or job.transfer
@@ -254,10 +263,10 @@ class Adapter:
             if self._instance.role == "prefill" and token.finish is None:
                 break  # the decode server draws it, right before the next one
             job.tokens.append(drawn.token)
-            if token.finish is None:
-                out.append(token)
-            else:
+            if token.finish is not None:
                 job.finish, job.last = token.finish, token
+                break  # what it may have drawn beyond is nobody's
+            out.append(token)
         self._totals.generated_tokens += len(piece.drawn)
         if out:
             self._life.link.post(job.work.gateway, Tokens(tuple(out)))
