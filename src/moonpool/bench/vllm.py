@@ -159,6 +159,8 @@ class Bench:
         with self._console.status(f"{len(r.requests)} requests to {name}"):
             r.runs[name] = asyncio.run(offer(name, url, r.requests, r.slo))
             r.busy[name] = os.getloadavg()[0]
+        s = r.runs[name].summary
+        self._console.print(f"{name}: {s.attained} of {s.requests} attained, {s.goodput_requests:.3f} a second")
 
 
 def main() -> int:
