@@ -178,6 +178,8 @@ def main() -> int:
     try:
         bench = Bench(peer, options, console)
         bench.run()
+    except KeyboardInterrupt:
+        return 130
     except MoonpoolError as e:
         console.print(f"moonpool: {e}")
         return 1
