@@ -29,7 +29,7 @@ from moonpool.messenger.questions import (
     packed,
 )
 from moonpool.messenger.waiting import RefusedError
-from moonpool.store import Client, PoolError, Space
+from moonpool.store import Client, PoolError, Space, verifying
 from moonpool.store.client import NodeClient
 from moonpool.wire.security import data_key
 
@@ -264,3 +264,22 @@ def test_nobody_is_believed_that_a_block_is_damaged(node: NodePeer, join: Join, 
     assert (stats["blocks"], stats["dram_checksum_failures"], stats["leases"]) == (3, 0, 0)
     with pytest.raises(RefusedError, match="at most 64"):
         asking.ask(channel, Verify(SPACE.id, packed(keys_of("many", 65))), until())
+
+
+def test_false_alarms_do_not_keep_a_node_busy(
+    node: NodePeer, join: Join, channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, keys = join(node), keys_of("a", 1)
+    put(client, keys)
+    looked, real = 0, verifying.checksum
+
+    def slow(run: Any) -> int:
+        nonlocal looked
+        looked += 1
+        time.sleep(0.2)
+        return real(run)
+
+    monkeypatch.setattr(verifying, "checksum", slow)
+    for _ in range(5):
+        assert asking.ask(channel, Verify(SPACE.id, packed(keys * 64)), until()) == Marks(bytes([NO] * 64))
+    assert looked == SPACE.runs, "each once, and then it rests"
