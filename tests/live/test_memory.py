@@ -30,6 +30,7 @@ def held(cluster: RunningCluster) -> dict[str, int]:
     return found
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(not SOAK, reason="MOONPOOL_SOAK=1: some minutes")
 def test_memory_does_not_grow_with_requests(smollm2: Path) -> None:
     """Batches of short prompts of all lengths, one long prompt among each."""
