@@ -67,13 +67,17 @@ def extend_keys(
     step = size * ids.itemsize
     chain = list(keys)
     parent: bytes = keys[-1] if keys else chain_root(space, salt)
-    sha256 = hashlib.sha256
     for at in range(0, len(data), step):
-        state = sha256(parent)
-        state.update(data[at : at + step])
-        parent = state.digest()[:BLOCK_KEY_BYTES]
-        chain.append(BlockKey(parent))
+        parent = next_key(parent, data[at : at + step])
+        chain.append(parent)
     return tuple(chain)
+
+
+def next_key(parent: bytes, tokens: bytes | memoryview) -> BlockKey:
+    """Of the block with these token ids (u32, little-endian), after the block with the key `parent` or the root."""
+    state = hashlib.sha256(parent)
+    state.update(tokens)
+    return BlockKey(state.digest()[:BLOCK_KEY_BYTES])
 
 
 def hit_limit(tokens: int, block_tokens: int) -> int:

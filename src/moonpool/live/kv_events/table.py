@@ -6,14 +6,13 @@ routers hang blocks into trees. What nobody knows the tokens of is not told of.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from msgspec import Struct
 
-from moonpool.core.blocks import chain_root
-from moonpool.core.vocabulary import BLOCK_KEY_BYTES, BlockKey, BlockMeta, KeySpace, KeySpaceId, Tier
+from moonpool.core.blocks import chain_root, next_key
+from moonpool.core.vocabulary import BlockKey, BlockMeta, KeySpace, KeySpaceId, Tier
 from moonpool.live.kv_events.schema import Change
 
 TIERS = ((0, Tier.DRAM), (1, Tier.SSD))
@@ -124,7 +123,7 @@ class Space:
         if not meta.tokens:
             return False
         parent = self._root if meta.parent is None else meta.parent
-        is_proven = hashlib.sha256(parent + meta.tokens).digest()[:BLOCK_KEY_BYTES] == key
+        is_proven = next_key(parent, meta.tokens) == key
         # A prompt's first block proves its tokens to whoever knows its salt.
         block.is_salted = not is_proven and meta.parent is None and meta.index == 0
         if not is_proven and not block.is_salted:
