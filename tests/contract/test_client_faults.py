@@ -206,8 +206,8 @@ LARGE = KeySpace(SPACE.id, 16, 4, 1 << 20)
 
 @pytest.fixture(params=[2])
 def large(conductor: Conductor, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Space]:
-    """A space of blocks that are worth two connections, on a machine with processors for as many as the parameter."""
-    monkeypatch.setattr("moonpool.store.far.lanes_to", lambda channel: request.param)
+    """A space of blocks that are worth two connections, over as many as the parameter."""
+    monkeypatch.setattr("moonpool.store.spread.Spread.choose", lambda spread: request.param)
     node = conductor.start_node("node-large", 16 * LARGE.block_bytes)
     with Client.connect(node.data_address, timeout=SECONDS) as pool:
         yield pool.space(LARGE)

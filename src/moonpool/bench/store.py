@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -110,13 +111,22 @@ def _measure(figures: Figures, plan: Plan, peer: Peer | None, folder: Path, ssd_
     def step() -> None:
         progress.advance(task)
 
-    for place in (REMOTE, LOCAL):
-        with _sides(place, plan, peer, folder) as sides:
-            for size in SIZES:
-                for batch in (1, BATCH):
-                    _measure_case(figures, plan, sides, (place, size, batch), step)
     buffers = Buffers(plan.walk_bytes)
-    _measure_limits(figures, plan, buffers, folder, step)
+    with limits.loopback(buffers, BLOCK, folder) as sockets:
+        # In the same turn as what is compared with them: the machine's own rates come and go by the second.
+        beside = {
+            (REMOTE, BLOCK, BATCH): partial(_socket_limits, sockets),
+            (LOCAL, MIB, BATCH): partial(_copy_limits, buffers),
+        }
+        for place in (REMOTE, LOCAL):
+            with _sides(place, plan, peer, folder) as sides:
+                for size in SIZES:
+                    for batch in (1, BATCH):
+                        case = place, size, batch
+                        _measure_case(figures, plan, sides, case, beside.get(case, dict), step)
+        for turn in range(turns):
+            _note_limits(figures, _call_limits(sockets), turn)
+            step()
     return ssd.measure(figures, buffers, BLOCK, plan.repetitions, ssd_above, step)
 
 
@@ -161,9 +171,17 @@ def _listens(port: int) -> bool:
 
 
 def _measure_case(
-    figures: Figures, plan: Plan, sides: Sides, case: tuple[str, int, int], step: Callable[[], None]
+    figures: Figures,
+    plan: Plan,
+    sides: Sides,
+    case: tuple[str, int, int],
+    beside: Callable[[], dict[str, float]],
+    step: Callable[[], None],
 ) -> None:
-    """Put and get (and once `exists`, and ours without a copy) by each side in turn, the first one changing."""
+    """Put and get (and once `exists`, and ours without a copy) by each side in turn, the first one changing.
+
+    `beside`: limits to be measured in each turn.
+    """
     place, size, batch = case
     for turn in range(plan.repetitions + 1):
         for name in sorted(sides, reverse=turn % 2 == 1):
@@ -179,27 +197,31 @@ def _measure_case(
                 if turn:
                     figures.add(Case(place, do, size, batch), name, seconds)
             side.order("remove", **what)
+        _note_limits(figures, beside(), turn)
         step()
 
 
-def _measure_limits(figures: Figures, plan: Plan, buffers: Buffers, folder: Path, step: Callable[[], None]) -> None:
-    with limits.loopback(buffers, BLOCK, folder) as sockets:
-        for turn in range(plan.repetitions + 1):
-            copied, shared = limits.copy_seconds(buffers), limits.shared_copy_seconds(buffers)
-            plain, verified = sockets.seconds(verify=False), sockets.seconds(verify=True)
-            summed = sockets.seconds(verify=True, sum_up=True)
-            if turn:
-                figures.add_limit(limits.COPY, copied)
-                figures.add_limit(limits.SHARED_COPY, shared)
-                figures.add_limit(limits.SOCKETS, plain)
-                figures.add_limit(limits.SOCKETS_VERIFIED, verified)
-                figures.add_limit(limits.SOCKETS_SUMMED, summed)
-            for size in CALL_SIZES:
-                took, back = sockets.call_seconds(size), sockets.call_back_seconds(size)
-                if turn:
-                    figures.add_limit(limits.CALLS.format(size_name(size)), took)
-                    figures.add_limit(limits.CALLS_BACK.format(size_name(size)), back)
-            step()
+def _note_limits(figures: Figures, found: dict[str, float], turn: int) -> None:
+    """Seconds by what was measured; the first turn warms up."""
+    for name, seconds in found.items() if turn else ():
+        figures.add_limit(name, seconds)
+
+
+def _copy_limits(buffers: Buffers) -> dict[str, float]:
+    return {limits.COPY: limits.copy_seconds(buffers), limits.SHARED_COPY: limits.shared_copy_seconds(buffers)}
+
+
+def _socket_limits(sockets: limits.Loopback) -> dict[str, float]:
+    return {
+        limits.SOCKETS: sockets.seconds(verify=False),
+        limits.SOCKETS_VERIFIED: sockets.seconds(verify=True),
+        limits.SOCKETS_SUMMED: sockets.seconds(verify=True, sum_up=True),
+    }
+
+
+def _call_limits(sockets: limits.Loopback) -> dict[str, float]:
+    found = {limits.CALLS.format(size_name(size)): sockets.call_seconds(size) for size in CALL_SIZES}
+    return found | {limits.CALLS_BACK.format(size_name(size)): sockets.call_back_seconds(size) for size in CALL_SIZES}
 
 
 if __name__ == "__main__":

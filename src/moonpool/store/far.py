@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
@@ -32,6 +31,7 @@ from moonpool.messenger.waiting import RefusedError
 from moonpool.store.buffers import part_of, private_bytes
 from moonpool.store.forks import Maker, forget_in_children
 from moonpool.store.home import Held, Layers, Wait
+from moonpool.store.spread import LANES, Spread
 from moonpool.wire.security import data_key
 
 T = TypeVar("T")
@@ -39,10 +39,10 @@ T = TypeVar("T")
 CONNECTIONS = 16
 """At most; they come with the work. More than Messenger has to a peer: a call that waits for a writer has one to itself
 for as long, and whatever it waits for may be this client's own next call."""
-LANES = 2
-"""Over which one large transfer is spread, at most: each needs a processor, and another for its other end if that is
-on this host. Where they are lacking, one lane is faster than two that take turns."""
 SPREAD_BYTES = 4 << 20
+"""What is worth more than one connection."""
+GROUP_BYTES = 64 << 20
+"""Of a larger transfer so much is moved before it is decided anew over how many connections."""
 IDLE_SECONDS = 60.0
 """The node closes a connection that was idle for longer than that."""
 RETRY_SECONDS = 0.05
@@ -68,12 +68,12 @@ class FarHome:
         self._idle: list[tuple[float, Channel]] = []
         self._open: set[Channel] = set()
         self._taken = 0
-        self._lanes = 1
         self._closed = False
         self._maker = Maker()
         self._threads = ThreadPoolExecutor(LANES, thread_name_prefix=f"{name} of {address}")
         self.node = PartId(address)
-        self._await_node(time.monotonic() + timeout)
+        is_near = self._await_node(time.monotonic() + timeout)
+        self._puts, self._gets = Spread(is_near), Spread(is_near)
         entered = self.ask(Enter())
         assert isinstance(entered, Entered)
         self.node, self.batch_bytes = entered.node, entered.batch_bytes
@@ -108,8 +108,7 @@ class FarHome:
                 raise PoolError(f"{marks.count(DAMAGED)} blocks did not arrive at {self.node} as they were sent")
             return [mark == YES for mark in marks]
 
-        parts = self._parts(len(keys), space.block_bytes)
-        return [outcome for found in self._beside([partial(part, chosen) for chosen in parts]) for outcome in found]
+        return self._spread(self._puts, len(keys), space.block_bytes, part)
 
     def get(self, space: KeySpace, keys: Sequence[BlockKey], layers: Layers, wait: Wait) -> Held:
         nbytes = layers[1] * space.run_bytes
@@ -168,22 +167,23 @@ class FarHome:
         until = time.monotonic() + wait.seconds
         nbytes = layers[1] * space.run_bytes
         part = partial(self._get_part, space, wait, until)
-        if len(keys) == 1 and nbytes >= SPREAD_BYTES and layers[1] >= self._lanes > 1:
-            # Its layers in two parts, unless they turn out to be of two copies.
+        spread = partial(self._spread, None if wait.is_for_writers else self._gets)
+        if len(keys) == 1 and nbytes >= SPREAD_BYTES:
+            # Its layers in parts, unless they turn out to be of two copies.
             pieces = target(0)
-            parts = [
-                partial(part, keys, (layers[0] + at.start, at.stop - at.start), partial(_run_part, pieces, space, at))
-                for at in self._parts(layers[1], space.run_bytes)
-            ]
-            found = {copies[0] for copies in self._beside(parts)}
+
+            def some(at: slice) -> list[int | None]:
+                return part(keys, (layers[0] + at.start, at.stop - at.start), partial(_run_part, pieces, space, at))
+
+            found = set(spread(layers[1], space.run_bytes, some))
             if None in found or len(found) == 1:
                 return [None not in found]
             return [copy is not None for copy in part(keys, layers, lambda position: pieces)]
-        work = [
-            partial(part, keys[at], layers, lambda position, first=at.start: target(first + position))
-            for at in self._parts(len(keys), nbytes)
-        ]
-        return [copy is not None for copies in self._beside(work) for copy in copies]
+
+        def several(at: slice) -> list[int | None]:
+            return part(keys[at], layers, lambda position: target(at.start + position))
+
+        return [copy is not None for copy in spread(len(keys), nbytes, several)]
 
     def _get_part(
         self,
@@ -203,10 +203,24 @@ class FarHome:
 
         return self._carry(work, until + SLACK_SECONDS)
 
-    def _parts(self, count: int, nbytes: int) -> list[slice]:
-        """Of so many things of so many bytes each, a part a lane, where it is enough to gain by it."""
-        lanes = self._lanes if count > 1 and count * nbytes >= SPREAD_BYTES else 1
-        return [slice(count * lane // lanes, count * (lane + 1) // lanes) for lane in range(lanes)]
+    def _spread(self, spread: Spread | None, count: int, nbytes: int, work: Callable[[slice], list[T]]) -> list[T]:
+        """`work` on all of so many things of so many bytes each, in parts beside each other where they gain by it.
+
+        None: it waits for others, so that the time it takes tells nothing.
+        """
+        if spread is None or count == 1 or count * nbytes < SPREAD_BYTES:
+            return work(slice(0, count))
+        results: list[T] = []
+        for group in _parts(slice(0, count), -(-count * nbytes // GROUP_BYTES)):
+            lanes = spread.choose()
+            began = time.perf_counter()
+            found = self._beside([partial(work, part) for part in _parts(group, lanes)])
+            took = time.perf_counter() - began
+            came = [result for some in found for result in some]
+            if not any(result is None or result is False for result in came):
+                spread.note(lanes, (group.stop - group.start) * nbytes, took)
+            results += came
+        return results
 
     def _beside(self, work: Sequence[Callable[[], T]]) -> list[T]:
         """All of it, the first in this thread; the results in order."""
@@ -255,14 +269,18 @@ class FarHome:
             channel.close()
         return found or self._connect(until)
 
-    def _await_node(self, until: float) -> None:
-        """One whose process only starts is waited for, as on its own host."""
-        while time.monotonic() < until:
+    def _await_node(self, until: float) -> bool:
+        """One whose process only starts is waited for, as on its own host. Whether it is on this one."""
+        while True:
             try:
-                self._give_back(self._take(until, is_fresh=False), is_good=True)
-                return
+                channel = self._take(until, is_fresh=False)
             except _NobodyThereError:
+                if time.monotonic() >= until:
+                    raise
                 time.sleep(RETRY_SECONDS)
+                continue
+            self._give_back(channel, is_good=True)
+            return channel.is_near
 
     def _connect(self, until: float) -> Channel:
         channel: Channel | None = None
@@ -283,7 +301,6 @@ class FarHome:
             raise kind(f"no node at {self._address}: {e}") from None
         with self._free:
             self._open.add(channel)
-            self._lanes = lanes_to(channel)
         return channel
 
     def _late(self) -> PoolError:
@@ -305,10 +322,11 @@ class FarHome:
             channel.close()
 
 
-def lanes_to(channel: Channel) -> int:
-    """Over how many connections of this kind a large transfer is best spread."""
-    processors = len(os.sched_getaffinity(0)) // (2 if channel.is_near else 1)
-    return max(1, min(LANES, processors))
+def _parts(whole: slice, parts: int) -> list[slice]:
+    """As many as there are things for, of about one size."""
+    count = whole.stop - whole.start
+    parts = min(parts, count)
+    return [slice(whole.start + count * at // parts, whole.start + count * (at + 1) // parts) for at in range(parts)]
 
 
 def _run_part(pieces: Sequence[Bytes], space: KeySpace, runs: slice, position: int) -> list[Bytes]:
