@@ -26,10 +26,12 @@ from moonpool.errors import ConfigError, StageLostError
 
 if TYPE_CHECKING:
     from moonpool.command.instances import External
+    from moonpool.core.cost import DecodeCoefficients, PrefillCoefficients
     from moonpool.core.settings import ConductorConfig
     from moonpool.engine.pipeline import StageEngine
     from moonpool.live.kv_events.stream import StreamConfig
     from moonpool.live.process import Work
+    from moonpool.sim.profile import Profile
     from moonpool.wire.link import Link
     from moonpool.wire.recorder import JournalConfig
 
@@ -274,6 +276,10 @@ def simulate(
     routing: Annotated[
         str, typer.Option(help="Of requests to them: round-robin, prefix-affine; with commas between.")
     ] = "prefix-affine",
+    slow_down: Annotated[
+        float, typer.Option(min=1e-6, max=1e6, help="The hardware is so many times slower, as of serve --slow-down.")
+    ] = 1.0,
+    shrink_kv: Annotated[float, typer.Option(min=1.0, max=1e6, help="And has so many times fewer bytes of KV.")] = 1.0,
 ) -> int:
     """Replay a trace on a simulated cluster, with the very scheduler that serves."""
     from moonpool.command.simulate import Wanted
@@ -302,6 +308,8 @@ def simulate(
         coupled_mode=coupled_mode,
         chunk=chunk,
         routing=routing,
+        slow_down=slow_down,
+        shrink_kv=shrink_kv,
     )
     return run(wanted)
 
@@ -740,6 +748,7 @@ def _prefill(config: Config, token: str | None, part: PartId) -> Work:
         queue_bound=config.placement.queue_bound,
         token=token,
         stages=stages,
+        cost=_costs(config)[0],
     )
     engine = _engine(config, config.pool.prefill_pages, (0, stages))
 
@@ -790,6 +799,7 @@ def _decode(config: Config, token: str | None, part: PartId) -> Work:
         node=_its_node(config),
         max_batch=config.batch.max_batch,
         queue_bound=config.placement.queue_bound,
+        cost=_costs(config)[1],
     )
     engine = _engine(config, config.pool.decode_pages)
 
@@ -836,9 +846,18 @@ def _link(config: Config, token: str | None, part: PartId) -> Link:
 
 
 def _rules(config: Config) -> ConductorConfig:
+    from moonpool.core.cost import TransferCost
     from moonpool.core.settings import ConductorConfig
 
+    prefill, decode = _costs(config)
+    profile = _profile(config)
+    transfer = TransferCost()
+    if profile is not None:
+        transfer = TransferCost(profile.link_latency, profile.link_bytes_per_second, profile.ssd_read_bytes_per_second)
     return ConductorConfig(
+        prefill_cost=prefill,
+        decode_cost=decode,
+        transfer_cost=transfer,
         placement=config.placement.placement,
         threshold=config.placement.fetch_threshold,
         dear_first=config.placement.dear_first,
@@ -847,6 +866,22 @@ def _rules(config: Config) -> ConductorConfig:
         classes=config.placement.classes,
         queue_bound=config.placement.queue_bound,
     )
+
+
+def _profile(config: Config) -> Profile | None:
+    from moonpool.command.hardware import hardware_of
+
+    return hardware_of(config)
+
+
+def _costs(config: Config) -> tuple[PrefillCoefficients, DecodeCoefficients]:
+    """What is expected of the engine before anything is measured."""
+    from moonpool.core.cost import DecodeCoefficients, PrefillCoefficients
+
+    profile = _profile(config)
+    if profile is None:
+        return PrefillCoefficients(), DecodeCoefficients()
+    return profile.prefill, profile.decode
 
 
 def _class_names(config: Config) -> tuple[str, ...]:
@@ -916,9 +951,16 @@ def _weights(config: Config) -> Path:
 def _engine(config: Config, pages: int, stage: tuple[int, int] = (0, 1)) -> StageEngine:
     """`stage`: number, of so many."""
     if config.model.engine == "timed":
+        from moonpool.command.hardware import timed_config
         from moonpool.engine.timed import TimedEngine
 
-        return TimedEngine(page_count=pages, block_tokens=config.pool.block_size, stage=stage)
+        profile = _profile(config)
+        return TimedEngine(
+            page_count=pages,
+            block_tokens=config.pool.block_size,
+            config=None if profile is None else timed_config(profile),
+            stage=stage,
+        )
     from moonpool.engine.runner import TorchEngine
 
     return TorchEngine(

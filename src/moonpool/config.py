@@ -35,6 +35,15 @@ class ModelConfig(Struct, frozen=True):
     engine: Annotated[
         Literal["torch", "timed"], Meta(description="what computes: torch, or timed (sleeps by a cost model)")
     ] = "torch"
+    hardware: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            description="a hardware profile, as of `moonpool simulate`: the timed engine takes its seconds, and sizes "
+            "that are not given are its own"
+        ),
+    ] = None
+    slow_down: Annotated[float, Meta(gt=0, le=1e6, description="so many times slower than that hardware")] = 1.0
+    shrink_kv: Annotated[float, Meta(ge=1, le=1e6, description="so many times fewer bytes of KV than it has")] = 1.0
     dtype: Annotated[Literal["float32", "bfloat16"], Meta(description="of weights and KV (torch engine)")] = "float32"
     quantize: Annotated[
         Literal["none", "int8"],
@@ -125,7 +134,17 @@ class PlacementConfig(Struct, frozen=True):
         Meta(description="priority classes: a list, or a YAML file with one (docs/operations.md)"),
     ] = ()
     placement: Annotated[
-        Literal["kvcache-centric", "algorithm-1", "cache-aware", "load-balance", "random", "lmetric", "dynamo"],
+        Literal[
+            "kvcache-centric",
+            "algorithm-1",
+            "cache-aware",
+            "prefix-affine",
+            "load-balance",
+            "round-robin",
+            "random",
+            "lmetric",
+            "dynamo",
+        ],
         Meta(description="how prefill and decode instances are chosen"),
     ] = "kvcache-centric"
     fetch_threshold: Annotated[

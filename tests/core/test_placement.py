@@ -105,6 +105,25 @@ def test_the_fetch_comes_from_the_source_that_sends_least() -> None:
     assert choice.fetch.source == "node-8"
 
 
+def test_round_robin_takes_whoever_got_the_fewest_whatever_is_cached_or_queued() -> None:
+    seen = view(prefill(0, held=10, placed=3), prefill(1, 9.0, placed=2), prefill(2, 8.0, placed=2))
+    assert choose("round-robin", seen).prefill.id == "prefill-1"
+    turned = view(prefill(0, placed=3), prefill(1, 9.0, placed=3), prefill(2, placed=2))
+    assert choose("round-robin", turned).prefill.id == "prefill-2"
+
+
+def test_prefix_affine_goes_where_the_fewest_tokens_come_before_the_first_one() -> None:
+    """10 blocks of 16 cached leave 1 of 161 tokens."""
+    near = choose("prefix-affine", view(prefill(0, held=10, tokens=159), prefill(1)))
+    assert (near.prefill.id, near.hit_blocks, near.fetch) == ("prefill-0", 10, None)
+    assert choose("prefix-affine", view(prefill(0, held=10, tokens=161), prefill(1))).prefill.id == "prefill-1"
+    equal = structs.replace(
+        view(prefill(0), prefill(1)),
+        decode=tuple(DecodeOption(PartId(f"prefill-{n}"), PartId(f"node-{n}"), 0.05, 0, 2 - n) for n in range(2)),
+    )
+    assert choose("prefix-affine", equal).prefill.id == "prefill-1", "the one with the smaller batch"
+
+
 @pytest.mark.parametrize("policy", PLACEMENT_POLICIES)
 def test_one_token_stays_uncached(policy: str) -> None:
     exact = structs.replace(WANTED, tokens=160)

@@ -135,6 +135,16 @@ def test_a_step_takes_the_seconds_of_its_cost_model() -> None:
     assert seconds(decode, decode) >= 0.04 + 2 * 0.02 + 2 * 50 * 0.001
 
 
+def test_a_mixed_step_takes_what_a_simulated_one_does() -> None:
+    """The weights are read once for the chunk and the batch: not the sum of both steps."""
+    costs = TimedConfig(prefill=PrefillCoefficients(0.3, 0.001, 0), decode=DecodeCoefficients(0.3, 0, 0), layers=2)
+    engine = engine_of(config=costs)
+    tokens = prompt_of(50)
+    began = time.monotonic()
+    engine.step([Row(tokens, 50, 0, 49, [0, 1, 2, 3]), Row(tokens, 50, 49, 1, [4, 5, 6, 7])])
+    assert 0.349 <= time.monotonic() - began < 0.55
+
+
 def test_end_tokens_min_tokens_and_logprobs() -> None:
     prompt = prompt_of(20)
     stream = reference_tokens(prompt, 4, FREE)

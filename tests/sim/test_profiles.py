@@ -15,7 +15,7 @@ import pytest
 from moonpool.command.hardware import hardware_profile
 from moonpool.core.cost import DecodeCost, PrefillCost
 from moonpool.errors import ConfigError
-from moonpool.sim.profile import Profile, load_profile, profile_names
+from moonpool.sim.profile import KV_GRAIN, Profile, load_profile, profile_names, scaled
 
 TRACES = "MOONPOOL_TRACES"
 A800 = load_profile("a800-llama2-70b")
@@ -110,6 +110,27 @@ def test_the_h200_decodes_faster_and_holds_more() -> None:
     assert h200.vram_tokens > 2 * h100.vram_tokens - 1000
     ratio = h200.decode.per_context_token / h100.decode.per_context_token
     assert ratio == pytest.approx(3.35 / 4.8, rel=0.01)
+
+
+def test_scaled_hardware_does_the_same_in_so_many_times_the_time() -> None:
+    slow = scaled(A800, 8.0, 2560.0)
+    assert prefill(slow, 20_000, 5_000) == pytest.approx(8 * prefill(A800, 20_000, 5_000))
+    assert decode(slow, 30, 12_000) == pytest.approx(8 * decode(A800, 30, 12_000))
+    assert slow.kv_bytes_per_token == 327_680 / 2560
+    for rate in ("link_bytes_per_second", "host_bytes_per_second"):
+        seconds = [profile.kv_bytes_per_token / getattr(profile, rate) for profile in (A800, slow)]
+        assert seconds[1] == pytest.approx(8 * seconds[0])
+    assert slow.link_latency == 8 * A800.link_latency
+    for same in ("block_tokens", "chunk_tokens", "context_tokens", "vram_tokens", "dram_tokens", "slots", "layers"):
+        assert getattr(slow, same) == getattr(A800, same)
+    assert scaled(A800) == A800
+
+
+def test_kv_shrinks_to_whole_words_and_bandwidth_with_it() -> None:
+    odd = scaled(A800, 1.0, 1000.0)
+    assert odd.kv_bytes_per_token == 320
+    assert odd.link_bytes_per_second == pytest.approx(A800.link_bytes_per_second * 320 / 327_680)
+    assert scaled(A800, 1.0, 1e6).kv_bytes_per_token == KV_GRAIN
 
 
 def test_a_machine_that_was_not_measured_has_no_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

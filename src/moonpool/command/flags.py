@@ -41,7 +41,10 @@ def with_flags(
     def decorate(command: Command) -> Callable[..., int]:
         def run(config: Path | None, cluster_token_file: Path | None, **flags: Raw) -> int:
             given = {key.name: flags[_parameter(key)] for key in keys.values()}
-            return command(read_config(config, given, (*sections, *others)), cluster_token(cluster_token_file))
+            from moonpool.command.hardware import sized
+
+            read = read_config(config, given, (*sections, *others))
+            return command(sized(read), cluster_token(cluster_token_file))
 
         parameters = [_flag(key) for key in keys.values()]
         parameters.append(_keyword("config", ConfigFile))

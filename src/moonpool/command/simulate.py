@@ -33,6 +33,7 @@ from moonpool.report.run import Run
 from moonpool.sim.cluster import Setup
 from moonpool.sim.configuration import Configuration, Given, check_pipeline, read_configuration
 from moonpool.sim.coupled_cluster import ROUTINGS, CoupledSetup
+from moonpool.sim.profile import Profile
 
 QUEUE_BOUND = 1 << 20
 """The paper's cluster refuses by limits alone."""
@@ -68,6 +69,12 @@ class Wanted(msgspec.Struct, frozen=True):
     coupled_mode: str = "chunked"
     chunk: str = "512"
     routing: str = "prefix-affine"
+    slow_down: float = 1.0
+    shrink_kv: float = 1.0
+
+    def profile(self, name: str) -> Profile:
+        """Of hardware by name, scaled. Raises ConfigError."""
+        return hardware_profile(name, self.slow_down, self.shrink_kv)
 
 
 class SimulationReport(msgspec.Struct, frozen=True):
@@ -153,7 +160,7 @@ def _sorted_out(wanted: Wanted) -> Wanted:
 
 def _configurations(wanted: Wanted) -> tuple[Configuration, ...]:
     """Of the files, which the flags complete; else every placement with every admission."""
-    profile = hardware_profile(wanted.hardware)
+    profile = wanted.profile(wanted.hardware)
     found: dict[str, Setup] = {}
     classes = read_classes(wanted.classes, "--classes", duration) if wanted.classes else ()
     mix = read_mix(wanted.mix, classes)
@@ -173,7 +180,7 @@ def _configurations(wanted: Wanted) -> tuple[Configuration, ...]:
     if not wanted.files:
         check_pipeline(base, "--pipeline")
         return tuple(Configuration(name, setup) for name, setup in found.items())
-    read = tuple(read_configuration(file, base, hardware_profile, _priorities) for file in wanted.files)
+    read = tuple(read_configuration(file, base, wanted.profile, _priorities) for file in wanted.files)
     names = [each.name for each in read]
     for name in names:
         if names.count(name) > 1:
@@ -205,7 +212,7 @@ def _coupled(wanted: Wanted) -> tuple[Configuration, ...]:
         for chunk in numbers("--chunk", wanted.chunk, 1) if mode == "chunked" else (0,):
             for routing in some_of("--routing", wanted.routing, ROUTINGS):
                 name = f"coupled {mode} {chunk or ''} {routing}".replace("  ", " ")
-                profile, slo = hardware_profile(wanted.hardware), Slo(wanted.ttft, wanted.tbt)
+                profile, slo = wanted.profile(wanted.hardware), Slo(wanted.ttft, wanted.tbt)
                 setup = CoupledSetup(profile, wanted.coupled, mode, chunk, routing, slo=slo)
                 found.append(Configuration(name, setup))
     return tuple(found)
@@ -257,9 +264,11 @@ def _facts(wanted: Wanted, count: int, seeds: Sequence[int]) -> list[str]:
     ]
     if not wanted.compare:
         coupled = f", or {wanted.coupled} coupled ones" if wanted.coupled else ""
+        scaled = f", {wanted.slow_down:g} times slower" if wanted.slow_down != 1.0 else ""
+        scaled += f", KV 1/{wanted.shrink_kv:g}" if wanted.shrink_kv != 1.0 else ""
         groups = f" in pipelines of {wanted.pipeline}" if wanted.pipeline > 1 else ""
         facts.append(
-            f"{wanted.prefill} prefill{groups} and {wanted.decode} decode instances{coupled}, {wanted.hardware}"
+            f"{wanted.prefill} prefill{groups} and {wanted.decode} decode instances{coupled}, {wanted.hardware}{scaled}"
         )
     if len(seeds) > 1 and not workload.jitter:
         facts.append("all seeds have the same arrivals: --jitter SECONDS draws them")

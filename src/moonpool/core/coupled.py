@@ -22,7 +22,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 from msgspec import Struct
 
@@ -53,6 +53,16 @@ class Step(Struct, frozen=True):
 
     chunks: tuple[Chunk, ...]
     rows: tuple[StepRow, ...]
+
+
+class Span(Protocol):
+    """Prompt tokens of one request that a step computes: a `Chunk`, or an engine's row."""
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def count(self) -> int: ...
 
 
 CoupledEvent = Ordered | Loaded | Stepped | KvStored | Dropped | Stopped
@@ -324,7 +334,7 @@ class CoupledInstance:
 
 
 def step_seconds(
-    prefill: PrefillCoefficients, decode: DecodeCoefficients, chunks: Sequence[Chunk], batch: int, context_tokens: int
+    prefill: PrefillCoefficients, decode: DecodeCoefficients, chunks: Sequence[Span], batch: int, context_tokens: int
 ) -> float:
     """Of one step with these chunks, and with `batch` rows that hold `context_tokens` tokens of KV.
 

@@ -21,7 +21,9 @@ from moonpool.core.policies import (
     place_dynamo,
     place_lmetric,
     place_load_balance,
+    place_prefix_affine,
     place_random,
+    place_round_robin,
 )
 
 __all__ = [
@@ -37,7 +39,15 @@ __all__ = [
 ]
 
 PlacementPolicy = Literal[
-    "kvcache-centric", "algorithm-1", "cache-aware", "load-balance", "random", "lmetric", "dynamo"
+    "kvcache-centric",
+    "algorithm-1",
+    "cache-aware",
+    "prefix-affine",
+    "load-balance",
+    "round-robin",
+    "random",
+    "lmetric",
+    "dynamo",
 ]
 PLACEMENT_POLICIES: tuple[PlacementPolicy, ...] = get_args(PlacementPolicy)
 
@@ -51,6 +61,10 @@ def place(policy: PlacementPolicy, view: View, wanted: Wanted, rng: np.random.Ge
             return place_algorithm_1(view, wanted, threshold)
         case "cache-aware":
             return place_cache_aware(view, wanted)
+        case "prefix-affine":
+            return place_prefix_affine(view, wanted)
+        case "round-robin":
+            return place_round_robin(view, wanted)
         case "load-balance":
             return place_load_balance(view, wanted)
         case "random":

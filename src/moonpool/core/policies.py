@@ -31,6 +31,26 @@ def place_cache_aware(view: View, wanted: Wanted) -> Choice:
     return min((_recompute(p, decode, wanted) for p in view.prefill), key=_by_ttft)
 
 
+def place_round_robin(view: View, wanted: Wanted) -> Choice:
+    """In turn: whoever was given the fewest requests so far. Decode as `load-balance`."""
+    return _recompute(min(view.prefill, key=lambda p: (p.placed, p.id)), best_decode(view), wanted)
+
+
+def place_prefix_affine(view: View, wanted: Wanted) -> Choice:
+    """As routers before engines with prefix caches of their own: where the fewest prompt tokens, this prompt's among
+    them, are to be computed before its first token, of equal ones where the fewest requests are. Nothing is fetched.
+
+    A coupled instance's batch counts among its requests. The simulator's `--routing prefix-affine` is the same rule.
+    """
+    batches = {option.id: option.requests for option in view.decode}
+
+    def load(option: PrefillOption) -> tuple[int, int, PartId]:
+        lacking = wanted.tokens - min(option.held_blocks, wanted.hit_limit) * wanted.block_tokens
+        return option.tokens + lacking, batches.get(option.id, option.requests), option.id
+
+    return _recompute(min(view.prefill, key=load), best_decode(view), wanted)
+
+
 def place_lmetric(view: View, wanted: Wanted) -> Choice:
     """LMetric (arXiv 2603.15202): the least product of new prefill tokens and batch size, with no weights to tune.
 

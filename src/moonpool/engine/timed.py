@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from moonpool.core.blocks import key_space_id
 from moonpool.core.cost import DecodeCoefficients, PrefillCoefficients
+from moonpool.core.coupled import step_seconds
 from moonpool.core.vocabulary import KeySpace
 from moonpool.engine.engine import Bytes, Draw, Row, draw_alone
 from moonpool.engine.pipeline import split_layers
@@ -30,6 +31,9 @@ WORD = 8
 ODD = 0x9E3779B97F4A7C15
 MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 MASK = (1 << 64) - 1
+BEFORE_KV = 0.5
+"""Of a layer's time: then its KV is there. What comes after (attention, the rest of the layer, at the end drawing) is
+the other half."""
 
 
 class TimedConfig(msgspec.Struct, frozen=True):
@@ -114,8 +118,11 @@ class TimedEngine:
     def step(self, rows: Sequence[Row], on_layer: Callable[[int], None] | None = None) -> list[Draw | None]:
         """See `Engine.step`. Takes the cost model's seconds, or what the hashing takes if that is more."""
         began = time.monotonic()
-        self._compute(began, rows, [self._states(row) for row in self._checked(rows)], on_layer)
-        return [None if row.sampling is None else draw_alone(partial(self._draw, row, row.sampling)) for row in rows]
+        ends = self._compute(began, rows, [self._states(row) for row in self._checked(rows)], on_layer)
+        self._sum_tokens(rows)
+        draws = [None if row.sampling is None else draw_alone(partial(self._draw, row, row.sampling)) for row in rows]
+        _sleep_until(ends)
+        return draws
 
     def hidden_bytes(self, tokens: int, rows: int) -> int:
         return (tokens + rows) * WORD
@@ -129,10 +136,10 @@ class TimedEngine:
             states, sums = [self._states(row) for row in self._checked(rows)], [0] * len(rows)
         else:
             words = hidden.view(np.uint64)
-            ends = np.cumsum([row.count for row in self._checked(rows)])
-            states = np.split(words[: ends[-1]], ends[:-1])
-            sums = [int(word) for word in words[ends[-1] :]]
-        self._compute(began, rows, states, on_layer)
+            borders = np.cumsum([row.count for row in self._checked(rows)])
+            states = np.split(words[: borders[-1]], borders[:-1])
+            sums = [int(word) for word in words[borders[-1] :]]
+        ends = self._compute(began, rows, states, on_layer)
         drawing = [row.sampling is not None for row in rows]
         if self._layers.stop == self.config.layers:
             draws = [
@@ -141,25 +148,31 @@ class TimedEngine:
                 if row.sampling
             ]
             drawn = iter([draw_alone(draw) for draw in draws])
+            _sleep_until(ends)
             return [next(drawn) if draws_here else None for draws_here in drawing]
         sums = [
             self._sum(row, total) if draws_here else 0
             for row, total, draws_here in zip(rows, sums, drawing, strict=True)
         ]
         out: Bytes = np.concatenate([*states, np.array(sums, np.uint64)]).view(np.uint8)
+        _sleep_until(ends)
         return out
 
     def _compute(
         self, began: float, rows: Sequence[Row], states: Sequence[Words], on_layer: Callable[[int], None] | None
-    ) -> None:
-        """KV of these states in the layers that are here, each when its share of the step's seconds is over."""
+    ) -> float:
+        """KV of these states in the layers that are here, each when its time has come. When the step is to be over."""
         seconds = self._seconds(rows) / self.config.layers
-        for number, layer in enumerate(self._layers, 1):
+        write_tokens = self._writer_of_tokens(rows, states)
+        for number, layer in enumerate(self._layers):
             for row, of_row in zip(rows, states, strict=True):
-                self._write(layer, row, of_row)
-            time.sleep(max(0.0, began + seconds * number - time.monotonic()))
+                if row.count > 1:
+                    self._write(layer, row, of_row)
+            write_tokens(layer)
             if on_layer is not None:
+                _sleep_until(began + seconds * (number + BEFORE_KV))
                 on_layer(layer)
+        return began + seconds * len(self._layers)
 
     def _checked(self, rows: Sequence[Row]) -> Sequence[Row]:
         for row in rows:
@@ -176,19 +189,11 @@ class TimedEngine:
             raise ValueError(f"row needs {end} tokens of pages and has {len(row.pages)} of {self._block}")
 
     def _seconds(self, rows: Sequence[Row]) -> float:
-        """Prefill rows and the decode batch are summed as if they came one after the other."""
-        prefill, decode = self.config.prefill, self.config.decode
-        seconds = 0.0
+        """As a simulated worker's step takes: a row of one token is one of the decode batch."""
         decoding = [row for row in rows if row.count == 1]
-        for row in rows:
-            if row.count > 1:
-                end = row.start + row.count
-                seconds += prefill.fixed + prefill.per_token * row.count
-                seconds += prefill.per_token_squared * (end**2 - row.start**2)
-        if decoding:
-            context = sum(row.start + 1 for row in decoding)
-            seconds += decode.fixed + decode.per_request * len(decoding) + decode.per_context_token * context
-        return seconds
+        chunks = [row for row in rows if row.count > 1]
+        context = sum(row.start + 1 for row in decoding)
+        return step_seconds(self.config.prefill, self.config.decode, chunks, len(decoding), context)
 
     def _states(self, row: Row) -> Words:
         """[count] states of the row's positions, going on from what the page before says."""
@@ -213,6 +218,43 @@ class TimedEngine:
                 del self._sums[page]
             self._memory[layer - self._layers.start, page, :, slot : slot + count] = values[:, done : done + count]
             done += count
+
+    def _writer_of_tokens(self, rows: Sequence[Row], states: Sequence[Words]) -> Callable[[int], None]:
+        """Writes a layer of all rows of one token at once: numpy takes as long for a batch as for one."""
+        alone = [(row, state) for row, state in zip(rows, states, strict=True) if row.count == 1]
+        if not alone:
+            return lambda layer: None
+        places = [divmod(row.start, self._block) for row, _ in alone]
+        pages = [row.pages[index] for (row, _), (index, _) in zip(alone, places, strict=True)]
+        slots = [slot for _, slot in places]
+        for page, slot in zip(pages, slots, strict=True):
+            if self._sums.get(page, (0, 0, 0))[1] > slot:
+                del self._sums[page]
+        words, width, first = (
+            np.concatenate([state for _, state in alone]),
+            self.config.words_per_half,
+            self._layers.start,
+        )
+
+        def write(layer: int) -> None:
+            self._memory[layer - first, pages, :, slots] = _kv(layer, words, width).swapaxes(0, 1)
+
+        return write
+
+    def _sum_tokens(self, rows: Sequence[Row]) -> None:
+        """The newest tokens of the decode batch, all at once: drawing then finds their pages' sums."""
+        places = [
+            (row.pages[row.start // self._block], *divmod(row.start, self._block)) for row in rows if row.count == 1
+        ]
+        known = {page: self._sums.get(page, (index, 0, 0)) for page, index, _ in places}
+        new = [(page, index, slot) for page, index, slot in places if known[page][:2] == (index, slot)]
+        if not new:
+            return
+        pages, slots = [page for page, _, _ in new], [slot for _, _, slot in new]
+        positions = np.array([index * self._block + slot for _, index, slot in new], np.uint64)
+        words = self._memory[:, pages, :, slots].transpose(1, 2, 0, 3)
+        for (page, index, slot), weight in zip(new, _weigh(words, positions, self._layers.start).tolist(), strict=True):
+            self._sums[page] = (index, slot + 1, (known[page][2] + weight) & MASK)
 
     def _sum(self, row: Row, total: int) -> int:
         """Over all bytes here of the row's KV, on top of `total` of the layers before."""
@@ -242,9 +284,15 @@ class TimedEngine:
             known = total = 0
         if known < used:
             words = self._memory[:, page, :, known:used]
-            total = (total + _weigh(words, index * self._block + known, self._layers.start)) & MASK
+            positions = np.arange(known, used, dtype=np.uint64) + np.uint64(index * self._block)
+            weights = _weigh(words, positions, self._layers.start)
+            total = (total + int(weights.sum(dtype=np.uint64))) & MASK
             self._sums[page] = (index, used, total)
         return total
+
+
+def _sleep_until(end: float) -> None:
+    time.sleep(max(0.0, end - time.monotonic()))
 
 
 def mix(value: int) -> int:
@@ -269,17 +317,17 @@ def _kv(layer: int, states: Words, width: int) -> Words:
     return words
 
 
-def _weigh(words: Words, position: int, layer: int) -> int:
-    """Sum over [layer, half, token, word] with an odd weight for each place, so that any one changed word shows.
+def _weigh(words: Words, positions: Words, layer: int) -> Words:
+    """[token] sums over [layer, half, token, word], an odd weight for each place: any one changed word shows.
 
-    `position`, `layer`: of the first token and layer.
+    `positions`: of the tokens; `layer`: the first one.
     """
     layers, halves, tokens, width = words.shape
-    positions = np.arange(position, position + tokens, dtype=np.uint64).reshape(1, 1, tokens, 1)
     first = layer * halves * width
     places = np.arange(first, first + layers * halves * width, dtype=np.uint64).reshape(layers, halves, 1, width)
-    weights = _mix(positions * np.uint64(1 << 20) + places) | np.uint64(1)
-    return int((words * weights).sum(dtype=np.uint64))
+    weights = _mix(positions.reshape(1, 1, tokens, 1) * np.uint64(1 << 20) + places) | np.uint64(1)
+    summed: Words = (words * weights).sum(axis=(0, 1, 3), dtype=np.uint64)
+    return summed
 
 
 def _space(config: TimedConfig, block_tokens: int) -> KeySpace:

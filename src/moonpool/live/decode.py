@@ -38,6 +38,8 @@ class DecodeConfig(Struct, frozen=True):
     """None: the only node on this host."""
     max_batch: int = 16
     queue_bound: int = 256
+    cost: DecodeCoefficients = DecodeCoefficients()
+    """What a step is thought to take before any was measured."""
 
 
 async def run_decode(link: Link, conductor: str, config: DecodeConfig, engine: Engine) -> None:
@@ -88,7 +90,7 @@ class DecodeWorker:
         self._config = config
         self._engine = engine
         self._block = engine.space.block_tokens
-        self._cost = DecodeCost(DecodeCoefficients())
+        self._cost = DecodeCost(config.cost)
         self._instance = core.DecodeInstance(
             pages=engine.page_count,
             block_tokens=self._block,

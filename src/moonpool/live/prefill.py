@@ -49,6 +49,8 @@ class PrefillConfig(Struct, frozen=True):
     """The cluster's."""
     stages: int = 1
     """Of the pipeline that it leads: the engine is its first stage."""
+    cost: PrefillCoefficients = PrefillCoefficients()
+    """What steps are thought to take before any was measured; of all layers."""
 
 
 async def run_prefill(link: Link, conductor: str, config: PrefillConfig, engine: StageEngine) -> None:
@@ -143,7 +145,7 @@ class PrefillWorker:
             chunk_tokens=config.chunk_tokens,
             queue_bound=config.queue_bound,
             machines=stages,
-            step=PrefillCoefficients().shared(1 / stages),
+            step=config.cost.shared(1 / stages),
         )
         me = describe(link, PartKind.PREFILL, engine, config.queue_bound, config.served_model, stages=stages)
         prepare = self._form if stages > 1 else None
@@ -154,7 +156,7 @@ class PrefillWorker:
         self._books = Books(self._instance.check_integrity)
         self._ended = Endings()
         self._totals = _Totals()
-        self._cost = PrefillCost(PrefillCoefficients())
+        self._cost = PrefillCost(config.cost)
         """As measured here."""
         self._load_thread = ThreadPoolExecutor(1, "load")
         self._engine_thread = ThreadPoolExecutor(1, "engine")

@@ -14,6 +14,8 @@ from moonpool.errors import ConfigError
 SUFFIX = ".yaml"
 NONE_AT_ALL = ("ssd_bytes", "activation_bytes_per_token")
 """May be 0."""
+KV_GRAIN = 16
+"""Bytes: one word of K and one of V, the least of a token's KV that the timed engine keeps (`engine/timed.py`)."""
 
 
 class Profile(Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,6 +63,37 @@ class Profile(Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def block_bytes(self) -> int:
         return self.block_tokens * self.kv_bytes_per_token
+
+
+def scaled(profile: Profile, slow_down: float = 1.0, shrink_kv: float = 1.0) -> Profile:
+    """One that does the same in `slow_down` times the time with `shrink_kv` times fewer bytes of KV.
+
+    Tokens, slots and layers stay as they are: what fits, and what is decided, stays the same. Bytes of a token are
+    rounded to whole KV_GRAINs; bandwidths follow both factors, so that a token's KV takes `slow_down` times as long.
+    """
+    if slow_down == shrink_kv == 1.0:
+        return profile
+    kv = max(round(profile.kv_bytes_per_token / shrink_kv / KV_GRAIN), 1) * KV_GRAIN
+    share = kv / profile.kv_bytes_per_token
+    prefill, decode, rate = profile.prefill, profile.decode, share / slow_down
+    return msgspec.structs.replace(
+        profile,
+        name=f"{profile.name}, {slow_down:g} times slower, {kv} bytes of KV a token",
+        kv_bytes_per_token=kv,
+        prefill=PrefillCoefficients(
+            prefill.fixed * slow_down, prefill.per_token * slow_down, prefill.per_token_squared * slow_down
+        ),
+        decode=DecodeCoefficients(
+            decode.fixed * slow_down, decode.per_request * slow_down, decode.per_context_token * slow_down
+        ),
+        link_bytes_per_second=profile.link_bytes_per_second * rate,
+        link_latency=profile.link_latency * slow_down,
+        host_bytes_per_second=profile.host_bytes_per_second * rate,
+        ssd_bytes=round(profile.ssd_bytes * share),
+        ssd_read_bytes_per_second=profile.ssd_read_bytes_per_second * rate,
+        ssd_write_bytes_per_second=profile.ssd_write_bytes_per_second * rate,
+        activation_bytes_per_token=round(profile.activation_bytes_per_token * share),
+    )
 
 
 def profile_names() -> list[str]:
