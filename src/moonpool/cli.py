@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from moonpool import __version__
-from moonpool.command.flags import admin_key, with_flags
+from moonpool.command.flags import with_flags
 from moonpool.command.workload import Workload, with_trace, with_workload
 from moonpool.config import Config
 from moonpool.core.vocabulary import PartId, Slo
@@ -48,6 +48,8 @@ trace_app = typer.Typer(help="Look at request traces and replay them.", no_args_
 app.add_typer(trace_app, name="trace")
 journal_app = typer.Typer(help="Look into the Conductor's journal.", no_args_is_help=True)
 app.add_typer(journal_app, name="journal")
+keys_app = typer.Typer(help="API keys of gateways.", no_args_is_help=True)
+app.add_typer(keys_app, name="keys")
 
 TraceArgument = Annotated[Path, typer.Argument(metavar="FILE", help="Mooncake JSONL, Azure or BurstGPT CSV.")]
 BlockSize = Annotated[
@@ -55,6 +57,7 @@ BlockSize = Annotated[
 ]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave malformed lines out and count them.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+KeysFile = Annotated[Path, typer.Option("--keys", metavar="FILE", help="The file with the keys.")]
 
 CLUSTER = ("model", "fleet", "pool", "batch", "front", "placement", "events", "journal", "log")
 
@@ -447,6 +450,59 @@ def journal_replay(
     return run(path, anyway)
 
 
+@keys_app.command("add")
+def keys_add(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Whose it is.")],
+    keys: KeysFile,
+    admin: Annotated[bool, typer.Option("--admin", help="It may look at the cluster and change it.")] = False,
+    group: Annotated[
+        str | None, typer.Option(help="Keys of one group share KVCache (default: it shares with no other key).")
+    ] = None,
+    classes: Annotated[
+        str | None,
+        typer.Option("--class", help="Priority classes that it may name, the default first, with commas between."),
+    ] = None,
+    slo_ttft: Annotated[str | None, typer.Option(help="Limit on time to first token, before its class's.")] = None,
+    slo_tbt: Annotated[str | None, typer.Option(help="Limit on time between tokens, before its class's.")] = None,
+    requests_per_minute: Annotated[int | None, typer.Option(min=1, max=1 << 40, help="Most requests a minute.")] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(min=1, max=1 << 40, help="Most tokens a minute, prompts and answers.")
+    ] = None,
+    streams: Annotated[int | None, typer.Option(min=1, max=1 << 40, help="Most answers at one time.")] = None,
+) -> int:
+    """Make a key and print it. The file, made if it is not there, keeps its hash alone; gateways take it at once."""
+    from moonpool.command.keys import Wanted, add
+
+    wanted = Wanted(
+        name=name,
+        admin=admin,
+        group=group,
+        classes=classes,
+        slo_ttft=slo_ttft,
+        slo_tbt=slo_tbt,
+        requests_per_minute=requests_per_minute,
+        tokens_per_minute=tokens_per_minute,
+        streams=streams,
+    )
+    return add(keys, wanted)
+
+
+@keys_app.command("list")
+def keys_list(keys: KeysFile, as_json: AsJson = False) -> int:
+    """The keys of a file and what they may; never a secret."""
+    from moonpool.command.keys import list_
+
+    return list_(keys, as_json)
+
+
+@keys_app.command("revoke")
+def keys_revoke(id_: Annotated[str, typer.Argument(metavar="ID", help="Of the key.")], keys: KeysFile) -> int:
+    """Take a key out. Gateways refuse it within a second, and end what it has under way."""
+    from moonpool.command.keys import revoke
+
+    return revoke(keys, id_)
+
+
 @app.command()
 @with_flags("model", "pool", "batch", others=CLUSTER)
 def calibrate(config: Config, token: str | None) -> int:
@@ -642,9 +698,11 @@ def _run(config: Config, default: str, prepare: Callable[[PartId], Work]) -> int
 
 def _gateway(config: Config, token: str | None, part: PartId) -> Work:
     from moonpool.gateway.config import GatewayConfig
+    from moonpool.gateway.keys.file import check_keys
     from moonpool.gateway.serve import listen, run_gateway
     from moonpool.live.conductor import run_conductor
 
+    check_keys(config.front.keys, config.front.host)
     external = _external(config)
     if external is not None:
         config = external.named(config)
@@ -654,9 +712,9 @@ def _gateway(config: Config, token: str | None, part: PartId) -> Work:
         model_path=str(external.tokenizer if external is not None else _weights(config)),
         served_model_name=config.served_name,
         request_timeout=config.front.request_timeout,
-        classes=_class_names(config),
+        classes=config.placement.classes,
         allowed_hosts=tuple(name.strip() for name in config.front.allowed_hosts.split(",") if name.strip()),
-        admin_key=admin_key(),
+        keys=config.front.keys,
     )
     rules, journal, events = _rules(config), _journal(config), _events(config)
     listener = listen(config.front.host, config.front.port)
@@ -882,14 +940,6 @@ def _costs(config: Config) -> tuple[PrefillCoefficients, DecodeCoefficients]:
     if profile is None:
         return PrefillCoefficients(), DecodeCoefficients()
     return profile.prefill, profile.decode
-
-
-def _class_names(config: Config) -> tuple[str, ...]:
-    """That requests may name; none where none is configured."""
-    from moonpool.core.classes import BATCH
-
-    names = tuple(c.name for c in config.placement.classes)
-    return (*names, BATCH.name) if names else ()
 
 
 def _events(config: Config) -> StreamConfig | None:

@@ -114,6 +114,12 @@ class FrontConfig(Struct, frozen=True):
     allowed_hosts: Annotated[
         str, Meta(description="names that clients may put in `Host` besides the address, comma-separated; * allows any")
     ] = ""
+    keys: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            description="file with API keys (`moonpool keys`), needed where the address is not loopback (default: none)"
+        ),
+    ] = None
     request_timeout: Annotated[Seconds, Meta(description="a request's deadline after its arrival")] = 600.0
 
 

@@ -25,6 +25,10 @@ MISTAKES = {
     "yaml file": (("serve", "--config", "{dir}/absent.yaml"), "cannot read", "absent.yaml"),
     "port taken": (("serve", "--port", "{taken}"), "port {taken} on 127.0.0.1 is taken", "--port"),
     "host": (("serve", "--host", "192.0.2.1", "--port", "0"), "192.0.2.1", ""),
+    "open host": (("serve", "--host", "0.0.0.0"), "--host 0.0.0.0 is open to the network", "moonpool keys add NAME"),
+    "open gateway": (("gateway", "--host", "::"), "--host :: is open to the network", "moonpool keys add NAME"),
+    "no keys": (("serve", "--keys", "{dir}/absent"), "absent is not there", "moonpool keys add NAME --keys"),
+    "open keys": (("gateway", "--keys", "{dir}/bad.yaml"), "open to others", "chmod 600"),
     "memory": (("serve", "--port", "0", "--dram-per-node", "100TiB"), "not enough memory", "--dram-per-node"),
     "model": (("serve", "--port", "0", "--model", "{dir}/nothing"), "nothing", ""),
     "empty model": (("serve", "--port", "0", "--model", "{dir}"), "config.json", ""),
@@ -123,6 +127,9 @@ def test_every_command_has_help(runtime: Path) -> None:
         "version",
         "trace hits",
         "trace describe",
+        "keys add",
+        "keys list",
+        "keys revoke",
     ):
         result = moonpool(*command.split(), "--help", runtime=runtime)
         assert result.returncode == 0

@@ -96,8 +96,8 @@ def test_an_empty_state_is_a_table_too() -> None:
     assert "requests now: none" in shown(msgspec.json.decode(b"{}", type=command.State))
 
 
-def test_the_admin_key_is_sent(gateway: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOONPOOL_ADMIN_KEY", "sesame")
+def test_a_key_is_sent(gateway: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONPOOL_API_KEY", "sesame")
     command.fetch(gateway)
     assert Gateway.asked == [("/cluster", "Bearer sesame")]
 
@@ -111,7 +111,7 @@ def test_once_prints_one_table(gateway: str, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("code", "body", "message"),
     [
-        (403, b"", "answered 403 to /cluster: set MOONPOOL_ADMIN_KEY"),
+        (403, b"", "answered 403 to /cluster: set MOONPOOL_API_KEY to an admin key"),
         (500, b"", "answered 500"),
         (200, b"<html>", "no cluster answers at"),
     ],

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from moonpool.core.events import RequestArrived
+from moonpool.core.vocabulary import PriorityClass
 from tests.gateway.conftest import Open
 from tests.gateway.kit import CONTEXT, END, MODEL, POST_HEAD, chat_body, connected, run, until
 
@@ -339,7 +340,7 @@ def test_request_ids_cannot_inject_headers(opened: Open) -> None:
 
 def test_a_priority_class_that_is_not_there_is_named(opened: Open) -> None:
     async def test() -> None:
-        async with opened(classes=("high", "batch")) as s:
+        async with opened(classes=(PriorityClass("high"),)) as s:
             error = check(await s.chat(priority="hihg"), 400, "priority")
             assert "'hihg'; name one of high, batch" in error["message"]
 

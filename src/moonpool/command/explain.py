@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from moonpool.command.flags import admin_key
+from moonpool.command.flags import api_key
 from moonpool.command.journal import default_directory, written_at
 from moonpool.command.telling import tell
 from moonpool.core.actions import Action
@@ -66,7 +66,7 @@ def _from_anywhere(request: str, url: str) -> tuple[list[Story], str]:
 def fetch(request: str, url: str) -> list[Story]:
     """What the cluster remembers, empty where that is nothing. Raises MoonpoolError where it does not answer."""
     page = f"/cluster/requests/{urllib.parse.quote(request, safe='')}"
-    key = admin_key()
+    key = api_key()
     try:
         call = urllib.request.Request(url.rstrip("/") + page)
         if key:
@@ -76,7 +76,7 @@ def fetch(request: str, url: str) -> list[Story]:
     except urllib.error.HTTPError as e:
         if e.code == 404:
             return []
-        hint = ": set MOONPOOL_ADMIN_KEY" if e.code in (401, 403) else ""
+        hint = ": set MOONPOOL_API_KEY to an admin key" if e.code in (401, 403) else ""
         raise MoonpoolError(f"{url} answered {e.code}{hint}") from None
     except (OSError, ValueError) as e:
         reason = getattr(e, "reason", e)

@@ -16,7 +16,7 @@ from moonpool.errors import ConfigError
 
 Command = Callable[[Config, str | None], int]
 TOKEN_ENV = "MOONPOOL_CLUSTER_TOKEN"
-ADMIN_KEY_ENV = "MOONPOOL_ADMIN_KEY"
+API_KEY_ENV = "MOONPOOL_API_KEY"
 MAX_TOKEN_CHARS = 1024
 
 ConfigFile = Annotated[
@@ -70,9 +70,9 @@ def cluster_token(file: Path | None) -> str | None:
     return token
 
 
-def admin_key() -> str | None:
-    """The key of the gateway's cluster paths, from the environment alone; None where there is none."""
-    return os.environ.get(ADMIN_KEY_ENV) or None
+def api_key() -> str | None:
+    """What a gateway that asks for keys is sent, from the environment alone; None where there is none."""
+    return os.environ.get(API_KEY_ENV) or None
 
 
 def _parameter(key: Key) -> str:

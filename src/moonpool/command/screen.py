@@ -69,8 +69,9 @@ class Screen:
         body = f'{{"model": "{self._config.served_name}", "messages": [{{"role": "user", "content": "Hello!"}}]'
         body += ', "temperature": 0}'
         self._say(f"[bold green]ready[/] after {time.monotonic() - self._began:.1f} s: [bold]{url}[/]")
+        key = '-H "authorization: Bearer $MOONPOOL_API_KEY" ' if self._config.front.keys else ""
         self._say(
-            f"\n  curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n       -d '{body}'\n\n"
+            f"\n  curl {url}/v1/chat/completions {key}-H 'content-type: application/json' \\\n       -d '{body}'\n\n"
             f"Ctrl-C stops everything; `{command()} status --url {url}` shows the cluster.",
             markup=False,
         )

@@ -22,6 +22,7 @@ from moonpool.config import Config, as_flat
 from moonpool.core.vocabulary import PartId
 from moonpool.engine.model import PULLABLE
 from moonpool.errors import ConfigError, ModelError
+from moonpool.gateway.keys.file import check_keys
 from moonpool.live.process import log_to_stderr
 from moonpool.live.rundir import RunDirectory, create_run_directory
 from moonpool.live.supervisor import PartPlan, Supervisor
@@ -40,6 +41,7 @@ def serve(config: Config, token: str | None, find_model: Callable[[Config], Path
     """
     log_to_stderr("supervisor", config.log.log_level, config.log.log_json)
     machine.check_packages()
+    check_keys(config.front.keys, config.front.host)
     port = free_port(config.front.host, config.front.port)
     config = msgspec.structs.replace(config, front=msgspec.structs.replace(config.front, port=port))
     check_pipeline(config)

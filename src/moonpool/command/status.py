@@ -14,7 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from moonpool.command.flags import admin_key
+from moonpool.command.flags import api_key
 from moonpool.errors import MoonpoolError
 
 EVERY_SECONDS = 1.0
@@ -83,7 +83,7 @@ def status(url: str, once: bool) -> int:
 
 def fetch(url: str) -> State:
     """The state that the gateway at `url` tells. Raises MoonpoolError."""
-    key = admin_key()
+    key = api_key()
     try:
         request = urllib.request.Request(url.rstrip("/") + "/cluster")
         if key:
@@ -91,7 +91,7 @@ def fetch(url: str) -> State:
         with urllib.request.urlopen(request, timeout=CALL_SECONDS) as answer:
             return msgspec.json.decode(answer.read(MAX_ANSWER_BYTES), type=State)
     except urllib.error.HTTPError as e:
-        hint = ": set MOONPOOL_ADMIN_KEY" if e.code in (401, 403) else ""
+        hint = ": set MOONPOOL_API_KEY to an admin key" if e.code in (401, 403) else ""
         raise MoonpoolError(f"{url} answered {e.code} to /cluster{hint}") from None
     except (OSError, ValueError) as e:
         reason = getattr(e, "reason", e)

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from moonpool.core.vocabulary import PartKind
 from moonpool.errors import PeerUnavailableError
-from moonpool.gateway.admin import check_may_look
+from moonpool.gateway.access import TENANT, Access
 from moonpool.gateway.completions import Completions, Desk
 from moonpool.gateway.front import Front
 from moonpool.gateway.meters import Meters
@@ -39,7 +39,7 @@ INSTANCES = "/cluster/instances"
 def make_app(desk: Desk, meters: Meters, registry: Registry | None = None) -> ASGIApp:
     """The gateway as an ASGI application. `registry`: of external instances, where it serves from such."""
     pages = Pages(desk, meters)
-    instances = InstancePages(registry, desk.config, desk.bodies)
+    instances = InstancePages(registry, desk.bodies)
     gets = {
         "/health": pages.health,
         "/ready": pages.ready,
@@ -48,6 +48,7 @@ def make_app(desk: Desk, meters: Meters, registry: Registry | None = None) -> AS
         "/cluster": pages.cluster,
         "/cluster/requests/{request:path}": pages.request,
         "/cluster/blocks": pages.blocks,
+        "/cluster/keys": pages.keys,
         "/v1/models": pages.models,
         "/v1/models/{model:path}": pages.model,
     }
@@ -61,7 +62,8 @@ def make_app(desk: Desk, meters: Meters, registry: Registry | None = None) -> AS
         *(Route(path, page, methods=["GET"]) for path, page in gets.items()),
     ]
     router = Router(routes, redirect_slashes=False)
-    return Front(router, desk.config, meters, frozenset({*POSTS, INSTANCES, *gets}), frozenset({*POSTS, INSTANCES}))
+    paths, posts = frozenset({*POSTS, INSTANCES, *gets}), frozenset({*POSTS, INSTANCES})
+    return Front(router, desk.config, Access(desk.keyring), meters, paths, posts)
 
 
 class Pages:
@@ -107,6 +109,7 @@ class Pages:
 
     async def _take_in(self, request: Request, work: Callable[[bytes | bytearray, Check], T]) -> T:
         desk = self._desk
+        request.scope[TENANT].begin_request()
         with await desk.bodies.read(request.headers, request.receive) as body:
             gone = asyncio.create_task(until_gone(request.receive))
             try:
@@ -117,7 +120,6 @@ class Pages:
     async def cluster(self, request: Request) -> Response:
         """The Conductor's state with this gateway's numbers; 503 within 2 s when it does not answer."""
         desk = self._desk
-        check_may_look(request, self._desk.config)
         try:
             state = msgspec.json.decode(await desk.cluster.describe(), type=dict[str, msgspec.Raw])
         except PeerUnavailableError as e:
@@ -134,7 +136,6 @@ class Pages:
 
     async def request(self, request: Request) -> Response:
         """The stories of one request, by its id or its x-request-id: why it was placed where it was, or refused."""
-        check_may_look(request, self._desk.config)
         name = request.path_params["request"]
         try:
             stories = await self._desk.cluster.describe(name) if name else b"[]"
@@ -150,7 +151,6 @@ class Pages:
 
     async def blocks(self, request: Request) -> Response:
         """A page of the blocks in the pool: which node has which, in which tier; `after` is the `next` of another."""
-        check_may_look(request, self._desk.config)
         after = request.query_params.get("after", "")
         try:
             page = await self._desk.cluster.describe(blocks_after=after)
@@ -159,6 +159,12 @@ class Pages:
         if page == b"null":
             raise invalid("after", f"no page of blocks begins at {after[:128]!r}: take the `next` of the page before")
         return Response(page, media_type="application/json")
+
+    async def keys(self, request: Request) -> Response:
+        """What each API key has used at this gateway."""
+        if self._desk.keyring is None:
+            raise ApiError(404, "this gateway asks for no API keys; --keys FILE has it ask", code="no_keys")
+        return _json({"keys": self._desk.keyring.usage()})
 
     async def metrics(self, request: Request) -> Response:
         """The gateway's own, and, while the Conductor answers, the counters of all parts."""

@@ -8,7 +8,7 @@ import hashlib
 import re
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,6 +16,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from moonpool.core.vocabulary import RejectReason, Slo
+from moonpool.gateway.access import TENANT
 from moonpool.gateway.answers import AnswerMemory
 from moonpool.gateway.bodies import Bodies, Body
 from moonpool.gateway.choice import Choice
@@ -23,8 +24,10 @@ from moonpool.gateway.cluster import Cluster
 from moonpool.gateway.config import GatewayConfig
 from moonpool.gateway.exchange import DRAIN_SECONDS, Exchange
 from moonpool.gateway.front import LABEL, SUMMARY, respond
-from moonpool.gateway.generation import Job
+from moonpool.gateway.generation import Job, Refused
 from moonpool.gateway.intake import Intake, Intended
+from moonpool.gateway.keys.keyring import Keyring
+from moonpool.gateway.keys.tenant import Tenant
 from moonpool.gateway.presence import unless, until_gone
 from moonpool.gateway.problem import invalid, refused
 from moonpool.gateway.replies import Shape, usage_of
@@ -45,6 +48,8 @@ class Desk:
     cluster: Cluster
     seats: Seats
     bodies: Bodies
+    keyring: Keyring | None
+    """None: no API keys are asked for."""
     abort: Callable[[object], None]
     """Break the connection of this client (the scope's `client`)."""
 
@@ -60,29 +65,33 @@ class Completions:
         desk = self._desk
         arrived = asyncio.get_running_loop().time()
         headers = Headers(scope=scope)
-        slo = _read_slo(headers)
+        tenant: Tenant = scope[TENANT]
+        slo = tenant.slo(_read_slo(headers))
         desk.seats.check()
+        tenant.begin_request()
         body = await desk.bodies.read(headers, receive)  # without a seat: a client that sends nothing must not hold one
-        with body, desk.seats.take() as booking:
+        exchange = Exchange(desk.cluster, desk.answers if self._chat else None)
+        with body, desk.seats.take() as booking, tenant.stream(exchange.revoke) as use:
             if not desk.cluster.fleet.context_tokens:
                 raise refused(RejectReason.NO_INSTANCE, desk.cluster.fleet.lacks or "the cluster is not ready", 1.0)
-            exchange = Exchange(desk.cluster, desk.answers if self._chat else None)
             watch = asyncio.create_task(_watch(receive, exchange.lose_client))
             try:
-                intended = await unless(watch, self._intend(body))
+                intended = await unless(watch, self._intend(body, tenant))
                 exchange.check_client()
                 booking.extend(len(intended.prompts) - 1)
+                use.admit([len(prompt.tokens) for prompt in intended.prompts])
                 self._submit(exchange, intended, slo, arrived, scope[LABEL])
                 await self._answer(exchange, intended, scope, send)
             finally:
                 exchange.cancel("its response has ended")
+                use.settle(*_used(exchange.choices))
                 watch.cancel()
                 scope[SUMMARY] = _summary(exchange)
 
-    def _intend(self, body: Body) -> Coroutine[object, object, Intended]:
-        intake, cluster = self._desk.intake, self._desk.cluster
+    def _intend(self, body: Body, tenant: Tenant) -> Coroutine[object, object, Intended]:
+        intake, fleet = self._desk.intake, self._desk.cluster.fleet
         read = intake.chat if self._chat else intake.completion
-        return intake.run(body, partial(read, context_tokens=cluster.fleet.context_tokens, spaces=cluster.fleet.spaces))
+        return intake.run(body, partial(read, tenant=tenant, context_tokens=fleet.context_tokens, spaces=fleet.spaces))
 
     def _submit(self, exchange: Exchange, intended: Intended, slo: Slo, arrived: float, label: str) -> None:
         desk = self._desk
@@ -173,6 +182,13 @@ def _read_milliseconds(headers: Headers, name: str) -> float | None:
     if not re.fullmatch(r"\d{1,10}(\.\d{1,9})?", value) or not 0 < float(value) <= MAX_SLO_MS:
         raise invalid(name, f"{name} must be a number of milliseconds above 0 and up to {MAX_SLO_MS:g}")
     return float(value) / 1000
+
+
+def _used(choices: Sequence[Choice]) -> tuple[int, int]:
+    """Output tokens that came, and prompt tokens of what the cluster refused before it gave any."""
+    generations = [choice.generation for choice in choices]
+    unserved = [g for g in generations if isinstance(g.ending, Refused) and not g.output]
+    return sum(len(g.output) for g in generations), sum(len(g.job.prompt) for g in unserved)
 
 
 def _summary(exchange: Exchange) -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from moonpool.core.classes import BATCH
+from moonpool.core.vocabulary import PriorityClass
+
 
 class GatewayConfig(Struct, frozen=True, kw_only=True):
     """One gateway. Times in seconds."""
@@ -28,9 +31,14 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     stream_buffer: int = 1024
     """Tokens that a stream's reader may lag behind at the deadline and still be given a moment to take the rest."""
     answers_remembered: int = 4096
-    classes: tuple[str, ...] = ()
-    """Priority classes that a request may name. None: any name is taken."""
+    classes: tuple[PriorityClass, ...] = ()
+    """That are configured. None: a request may name any."""
     allowed_hosts: tuple[str, ...] = ()
     """Names in `Host` besides loopback names and `host`; `*` allows any."""
-    admin_key: str | None = None
-    """Bearer key of the cluster paths; required where `host` is not loopback."""
+    keys: str | None = None
+    """File with API keys; required where `host` is not loopback. None: no keys are asked for."""
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """That requests may name; none where none is configured."""
+        return (*(c.name for c in self.classes), BATCH.name) if self.classes else ()

@@ -12,7 +12,7 @@ from moonpool.gateway.choice import Choice, Delta, Drawn
 from moonpool.gateway.cluster import Cluster
 from moonpool.gateway.generation import Cancelled, Refused
 from moonpool.gateway.presence import CLIENT_GONE
-from moonpool.gateway.problem import ApiError, ClientGoneError, refused
+from moonpool.gateway.problem import ApiError, ClientGoneError, refused, revoked_key
 from moonpool.gateway.replies import DONE, Shape
 
 DRAIN_SECONDS = 5.0
@@ -30,6 +30,8 @@ class Exchange:
         self._answers = answers
         self._news = asyncio.Event()
         self._gone = False
+        self._revoked: str | None = None
+        """Id of its API key, if that counts no more."""
         self._sent = 0
         """Tokens in the last chunk: that the reader has taken them shows when the next one is accepted."""
         self.choices: list[Choice] = []
@@ -44,9 +46,18 @@ class Exchange:
         self.cancel(CLIENT_GONE)
         self._news.set()
 
+    def revoke(self, key: str) -> None:
+        """Its API key, of this id, counts no more."""
+        self._revoked = key
+        self.cancel("its API key was revoked")
+        self._news.set()
+
     def check_client(self) -> None:
+        """Raises ClientGoneError, and ApiError where its key was revoked."""
         if self._gone:
             raise ClientGoneError(CLIENT_GONE)
+        if self._revoked is not None:
+            raise revoked_key(self._revoked)
 
     def cancel(self, reason: str) -> None:
         """Ends whatever has not ended."""

@@ -1,4 +1,4 @@
-"""What every HTTP request passes first (id, Host, content type), and where every error becomes a response."""
+"""What every HTTP request passes first (id, API key, Host, content type), and where errors become responses."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from moonpool.gateway.access import TENANT, Access, is_of_cluster
 from moonpool.gateway.config import GatewayConfig
 from moonpool.gateway.meters import Meters
 from moonpool.gateway.problem import ApiError, ClientGoneError, invalid
@@ -32,9 +33,16 @@ class Front:
     """The outermost ASGI application."""
 
     def __init__(
-        self, app: ASGIApp, config: GatewayConfig, meters: Meters, paths: frozenset[str], posts: frozenset[str]
+        self,
+        app: ASGIApp,
+        config: GatewayConfig,
+        access: Access,
+        meters: Meters,
+        paths: frozenset[str],
+        posts: frozenset[str],
     ) -> None:
         self._app = app
+        self._access = access
         self._meters = meters
         self._paths = paths
         """The paths there are, for the metrics' labels."""
@@ -64,6 +72,7 @@ class Front:
             scope[LABEL] = label
             scope[SUMMARY] = ""
             scope["app"] = self  # makes starlette raise where it would answer in plain text
+            scope[TENANT] = await self._access.admit(scope["method"], scope["path"], headers)
             self._check(scope["method"], scope["path"], headers)
             await self._app(scope, receive, send_labelled)
         except ApiError as e:
@@ -84,7 +93,7 @@ class Front:
     def _check(self, method: str, path: str, headers: Headers) -> None:
         if len(headers.getlist("host")) > 1:
             raise invalid("host", "a request must have one Host header, not several")
-        if method == "POST" or path.startswith("/cluster"):
+        if method == "POST" or is_of_cluster(path):
             self._check_host(headers.get("host", ""))
         if method == "POST":
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -102,7 +111,8 @@ class Front:
         self._meters.answered(path, status)
         level = logging.DEBUG if path in _QUIET else logging.INFO
         shown = path if path != "other" else repr(scope["path"][:128])
-        summary = scope.get(SUMMARY, "")
+        key = scope[TENANT].rights.id if TENANT in scope else ""
+        summary = (f", key {key}" if key else "") + scope.get(SUMMARY, "")
         log.log(level, "request %s: %s %s %d in %.3f s%s", label, scope["method"], shown, status, seconds, summary)
 
 

@@ -20,6 +20,7 @@ from moonpool.gateway.bodies import SMALL_BYTES, Body
 from moonpool.gateway.config import GatewayConfig
 from moonpool.gateway.fields import INT64_MAX, read_object
 from moonpool.gateway.generation import chains_of
+from moonpool.gateway.keys.tenant import Tenant
 from moonpool.gateway.problem import beyond_context, invalid
 from moonpool.gateway.schema import (
     Ask,
@@ -68,7 +69,7 @@ class Intake:
         self._config = config
         self._tokenizer = tokenizer
         self._answers = answers
-        self._limits = Limits(config.served_model_name, tokenizer.vocabulary, config.max_prompts, config.classes)
+        self._limits = Limits(config.served_model_name, tokenizer.vocabulary, config.max_prompts, config.class_names)
         self._small = Turns("small requests", SMALL_THREADS, config.max_concurrent)
         self._large = Turns("large requests", LARGE_THREADS, max(config.max_concurrent // 2, 1))
         """Those that wait here have seats: half of the seats stay for the small ones."""
@@ -93,25 +94,31 @@ class Intake:
 
     # ---- on threads; all raise ApiError
 
-    def chat(self, body: Bytes, check: Check, *, context_tokens: int, spaces: Sequence[KeySpace]) -> Intended:
+    def chat(
+        self, body: Bytes, check: Check, *, tenant: Tenant, context_tokens: int, spaces: Sequence[KeySpace]
+    ) -> Intended:
         request = read_chat(read_object(body), self._limits)
-        known = self._answers.recall_all(request.ask.salt, request.messages)
+        ask = _as_of(tenant, request.ask)
+        known = self._answers.recall_all(ask.salt, request.messages)
         check()
         try:
             ids = conversation_ids(self._tokenizer, request.messages, known, context_tokens - 1)
         except TooLongError as e:
             raise beyond_context("messages", e.count, context_tokens) from None
-        return Intended(request.ask, (self._prompt(ids, "messages", request.ask, context_tokens, spaces),))
+        return Intended(ask, (self._prompt(ids, "messages", ask, context_tokens, spaces),))
 
-    def completion(self, body: Bytes, check: Check, *, context_tokens: int, spaces: Sequence[KeySpace]) -> Intended:
+    def completion(
+        self, body: Bytes, check: Check, *, tenant: Tenant, context_tokens: int, spaces: Sequence[KeySpace]
+    ) -> Intended:
         request = read_completion(read_object(body), self._limits, context_tokens)
+        ask = _as_of(tenant, request.ask)
         prompts = []
         for i, prompt in enumerate(request.prompts):
             check()
             where = "prompt" if len(request.prompts) == 1 else f"prompt[{i}]"
             ids = self._ids(prompt, where, context_tokens) if isinstance(prompt, str) else prompt
-            prompts.append(self._prompt(ids, where, request.ask, context_tokens, spaces))
-        return Intended(request.ask, tuple(prompts))
+            prompts.append(self._prompt(ids, where, ask, context_tokens, spaces))
+        return Intended(ask, tuple(prompts))
 
     def tokenize(self, body: Bytes, check: Check, *, context_tokens: int) -> Tokenized:
         request = read_tokenize(read_object(body), self._limits)
@@ -161,3 +168,8 @@ class Intake:
         if prompt + ask.max_tokens > context:
             raise beyond_context(where, prompt, context, ask.max_tokens, ask.max_tokens_field)
         return ask.max_tokens
+
+
+def _as_of(tenant: Tenant, ask: Ask) -> Ask:
+    """What it comes to when this tenant asks for it. Raises ApiError."""
+    return replace(ask, salt=tenant.cache_salt(ask.salt), priority=tenant.priority(ask.priority))

@@ -56,6 +56,10 @@ class Meters:
         self.kv_usage = usage.labels(model)
         self._success = self._labelled("request_success", "Requests that ended well.", "finished_reason")
         self._rejected = self._labelled("requests_rejected", "Requests refused by cluster or gateway.", "reason")
+        self._over_quota = self._labelled("requests_over_quota", "Requests beyond a quota of their API key.", "quota")
+        self._unauthenticated = self._labelled(
+            "requests_unauthenticated", "Requests without a valid API key.", "reason"
+        )
         self._cancelled = self._labelled("requests_cancelled", "Requests that the gateway cancelled.", "reason")
         self._http = Counter(
             "moonpool:http_requests", "HTTP requests answered.", ["path", "status"], registry=self._registry
@@ -70,6 +74,12 @@ class Meters:
 
     def rejected(self, reason: str) -> None:
         self._rejected.labels(self._model, reason).inc()
+
+    def over_quota(self, quota: str) -> None:
+        self._over_quota.labels(self._model, quota).inc()
+
+    def unauthenticated(self, reason: str) -> None:
+        self._unauthenticated.labels(self._model, reason).inc()
 
     def cancelled(self, reason: str) -> None:
         self._cancelled.labels(self._model, reason).inc()

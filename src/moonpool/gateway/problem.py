@@ -67,9 +67,29 @@ def refused(reason: RejectReason, message: str, retry_after: float | None) -> Ap
     status = _STATUS[reason]
     headers = {REASON_HEADER: reason.value}
     if retry_after is not None and status != 400:  # to repeat a request that can never be served helps nobody
-        headers["retry-after"] = str(max(1, math.ceil(retry_after)))
+        headers |= again_after(retry_after)
     code = "context_length_exceeded" if reason is RejectReason.CONTEXT else reason.value.replace("-", "_")
     return ApiError(status, message, code=code, headers=headers)
+
+
+def wrong_key(message: str) -> ApiError:
+    """401: the request comes without an API key, or with one that is not, or no more, valid."""
+    return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+
+
+def revoked_key(id_: str) -> ApiError:
+    return wrong_key(f"the API key mp-{id_}-… is wrong, or has been revoked")
+
+
+def over_quota(quota: str, message: str, wait: float) -> ApiError:
+    """429: a quota of the request's API key, as the keys file calls it. `wait` in seconds."""
+    headers = {REASON_HEADER: quota, **again_after(wait)}
+    return ApiError(429, message, code=quota.replace("-", "_"), headers=headers)
+
+
+def again_after(seconds: float) -> dict[str, str]:
+    """The header that says so."""
+    return {"retry-after": str(max(1, math.ceil(seconds)))}
 
 
 def beyond_context(

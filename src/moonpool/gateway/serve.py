@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import uvicorn
 
+from moonpool.core.classes import Classes
+from moonpool.core.vocabulary import Slo
 from moonpool.errors import ConfigError
 from moonpool.gateway.answers import AnswerMemory
 from moonpool.gateway.app import make_app
@@ -19,15 +21,14 @@ from moonpool.gateway.completions import Desk
 from moonpool.gateway.config import GatewayConfig
 from moonpool.gateway.connection import Connection
 from moonpool.gateway.intake import Intake
+from moonpool.gateway.keys.file import check_keys
+from moonpool.gateway.keys.keyring import Keyring
 from moonpool.gateway.meters import Meters
 from moonpool.gateway.registry import Registry
 from moonpool.gateway.seats import Seats
 from moonpool.gateway.tokenizer import Tokenizer
 from moonpool.wire.link import Link
 from moonpool.wire.membership import Books
-from moonpool.wire.security import is_loopback
-
-log = logging.getLogger(__name__)
 
 BACKLOG = 1024
 KEEP_ALIVE_SECONDS = 30
@@ -45,7 +46,8 @@ async def run_gateway(
     """Serve HTTP until cancelled. `conductor`: its control address. `registry`: of external instances.
 
     `listener`: from `listen`, where the port must be taken before anything else is done. Raises ConfigError where the
-    port is taken or no Conductor answers, ModelError where the tokenizer cannot be loaded.
+    port is taken, API keys are needed and cannot be read, or no Conductor answers, ModelError where the tokenizer
+    cannot be loaded.
     """
     listener = listener or listen(config.host, config.port)
     try:
@@ -58,8 +60,6 @@ async def run_gateway(
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises ConfigError."""
-    if not is_loopback(host):
-        log.warning("HTTP on %s:%d is open to the network", host, port)
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, proto)
@@ -86,6 +86,7 @@ class Gateway:
         tokenizer: Tokenizer,
         registry: Registry | None = None,
     ) -> None:
+        """Raises ConfigError where API keys are needed and cannot be read."""
         self.meters = Meters(config.served_model_name)
         self.cluster = Cluster(link, conductor, config.served_model_name, self.meters)
         self.seats = Seats(config.max_concurrent)
@@ -97,7 +98,18 @@ class Gateway:
         self.bodies = Bodies(config)
         self.meters.watch("num_requests_intake", "Requests that wait to be parsed.", lambda: self.intake.waiting)
         self.meters.watch("body_bytes_held", "Of bodies beyond 64 KiB, until parsed.", lambda: self.bodies.held)
-        desk = Desk(config, tokenizer, self.intake, self.answers, self.cluster, self.seats, self.bodies, self._abort)
+        self.keyring = self._keyring(config)
+        desk = Desk(
+            config,
+            tokenizer,
+            self.intake,
+            self.answers,
+            self.cluster,
+            self.seats,
+            self.bodies,
+            self.keyring,
+            self._abort,
+        )
         self._server = _Server(
             uvicorn.Config(
                 make_app(desk, self.meters, registry),
@@ -117,9 +129,11 @@ class Gateway:
 
     async def run(self, listener: socket.socket) -> None:
         serving = asyncio.create_task(self._server.serve(sockets=[listener]))
-        member = asyncio.create_task(self.cluster.run())
+        work = [asyncio.create_task(self.cluster.run())]
+        if self.keyring is not None:
+            work.append(asyncio.create_task(self.keyring.run()))
         try:
-            done, _ = await asyncio.wait((serving, member), return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait((serving, *work), return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
@@ -129,10 +143,12 @@ class Gateway:
             for connection in list(self._server.server_state.connections):
                 connection.transport.abort()
             await asyncio.wait((serving,), timeout=STOP_SECONDS)
-            serving.cancel()
-            member.cancel()
-            await asyncio.wait((serving, member))
+            for task in (serving, *work):
+                task.cancel()
+            await asyncio.wait((serving, *work))
             self.intake.close()
+            if self.keyring is not None:
+                self.keyring.close()
 
     def check_integrity(self) -> None:
         self.cluster.check_integrity()
@@ -140,6 +156,17 @@ class Gateway:
         self.answers.check_integrity()
         self.bodies.check_integrity()
         self.intake.check_integrity()
+        if self.keyring is not None:
+            self.keyring.check_integrity()
+
+    def _keyring(self, config: GatewayConfig) -> Keyring | None:
+        keys = check_keys(config.keys, config.host)
+        if config.keys is None or keys is None:
+            return None
+        keyring = Keyring(Path(config.keys), keys, Classes(config.classes, Slo()), self.meters)
+        self.meters.watch("api_keys", "That there are.", lambda: keyring.count)
+        self.meters.watch("api_keys_stale", "1: their file cannot be read.", lambda: bool(keyring.fault))
+        return keyring
 
     def _abort(self, client: object) -> None:
         """Break a connection whose reader does not read: closing it would wait for the reader."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ import pytest
 import yaml
 
 from moonpool.bench.cluster import RunningCluster, free_port
+from tests.keys import bearer, make_key
 
 from ..kit import HANG, complete, output_ids, random_prompt
 from .fake import FakeVllm, answer_to
@@ -70,22 +70,22 @@ def test_it_serves_openai_s_api_from_the_servers(server: FakeVllm, smollm2: Path
         assert gateway.stop() == 0
 
 
-def test_servers_are_registered_and_taken_out_with_the_admin_key(
+def test_servers_are_registered_and_taken_out_with_an_admin_key(
     server: FakeVllm, smollm2: Path, tmp_path: Path
 ) -> None:
     content = {"model": "smollm2", "tokenizer": str(smollm2), "allowed-addresses": ["127.0.0.1"]}
     port, log = free_port(), tmp_path / "log"
-    environment = {**os.environ, "MOONPOOL_ADMIN_KEY": "admin"}
+    keys = tmp_path / "keys.json"
+    key = bearer(make_key(keys, admin=True))
+    words = [*command(tmp_path, content, port), "--keys", str(keys)]
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            command(tmp_path, content, port), stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=environment
-        )
+        process = subprocess.Popen(words, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
     gateway = RunningCluster(process, f"http://127.0.0.1:{port}", log)
     try:
         until(lambda: is_up(gateway.url))
-        url, key = f"{gateway.url}/cluster/instances", {"authorization": "Bearer admin"}
+        url = f"{gateway.url}/cluster/instances"
         one = {"url": server.url, "id": "late"}
-        assert httpx.get(url, timeout=HANG).json() == {"instances": []}
+        assert httpx.get(url, headers=key, timeout=HANG).json() == {"instances": []}
         assert httpx.post(url, json=one, timeout=HANG).status_code == 401
         refused = httpx.post(url, json={"url": "http://10.0.0.1"}, headers=key, timeout=HANG)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "instance_refused")
@@ -94,12 +94,14 @@ def test_servers_are_registered_and_taken_out_with_the_admin_key(
         assert (added.status_code, added.json()) == (201, {"id": "late", "url": server.url, "role": "both"})
         gateway.wait_ready()
         prompt = random_prompt(40, 1)
-        assert output_ids(complete(gateway, prompt, 5)) == answer_to(prompt, 5)
+        body = {"model": "smollm2", "prompt": prompt, "max_tokens": 5, "temperature": 0, "return_token_ids": True}
+        answer = httpx.post(f"{gateway.url}/v1/completions", json=body, headers=key, timeout=HANG).json()
+        assert output_ids(answer) == answer_to(prompt, 5)
         assert httpx.delete(f"{url}/late", timeout=HANG).status_code == 401
         assert httpx.delete(f"{url}/late", headers=key, timeout=HANG).status_code == 204
         assert httpx.delete(f"{url}/late", headers=key, timeout=HANG).status_code == 404
-        assert httpx.get(url, timeout=HANG).json() == {"instances": []}
-        assert httpx.put(url, timeout=HANG).status_code == 405
+        assert httpx.get(url, headers=key, timeout=HANG).json() == {"instances": []}
+        assert httpx.put(url, headers=key, timeout=HANG).status_code == 405
     finally:
         assert gateway.stop() == 0
 
