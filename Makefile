@@ -8,7 +8,7 @@ PY := .venv/bin/python -P
 INSTALLED := .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-vllm test-vllm-core demo-vllm soak check bench bench-int8 bench-journal bench-core bench-overload bench-pipeline bench-scale bench-store bench-layerwise bench-engine bench-vllm clean venv model format
+.PHONY: help serve test test-vllm test-vllm-core demo-vllm soak check bench bench-int8 bench-journal bench-core bench-overload bench-pipeline bench-scale bench-store bench-layerwise bench-engine bench-vllm bench-goodput clean venv model format
 
 help:
 	@echo "make serve    serve SmolLM2-135M on http://127.0.0.1:8000   (ARGS='--nodes 2 --decode 2' and so on)"
@@ -29,6 +29,7 @@ help:
 	@echo "make bench-layerwise  storing and loading KVCache while it is computed; gaps of running streams   (ARGS='--tokens 512')"
 	@echo "make bench-engine  the torch engine beside vLLM on CPU         (DEVICE=cuda, ARGS='--threads 1 --no-peer')"
 	@echo "make bench-vllm    two real vLLM servers with the pool, and without   (ARGS='--trace conversation_trace.jsonl')"
+	@echo "make bench-goodput  90 % points, live: pools beside coupled workers, and the simulator beside both   (ARGS=--quick: a smoke test)"
 	@echo "make clean    remove the virtual environment and caches (not the model)"
 
 serve: $(INSTALLED)
@@ -87,6 +88,9 @@ bench-engine: $(INSTALLED) model
 
 bench-vllm: $(INSTALLED) model
 	$(PY) -m moonpool.bench.vllm $(ARGS)
+
+bench-goodput: $(INSTALLED) model
+	$(PY) -m moonpool.bench.goodput $(ARGS)
 
 format: $(INSTALLED)
 	.venv/bin/ruff format .

@@ -1,0 +1,135 @@
+"""One probe of `make bench-goodput`: a slice at one rate to a live cluster, and whether the machine could carry it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from moonpool.bench.cluster import RunningCluster
+from moonpool.bench.dialect import Wish, find_dialect
+from moonpool.bench.endpoint import Endpoint, base_of
+from moonpool.bench.goodput_load import BLOCK_TOKENS
+from moonpool.bench.prompts import Prompts, ids_below
+from moonpool.bench.replay import Replay, Rules
+from moonpool.bench.turns import Pace, turns
+from moonpool.core.cost import DecodeCoefficients, DecodeCost, PrefillCoefficients, PrefillCost
+from moonpool.core.vocabulary import RejectReason, Slo
+from moonpool.errors import MoonpoolError
+from moonpool.report.outcomes import total
+from moonpool.report.run import Run, live_run
+from moonpool.trace.request import TraceRequest
+
+ANSWER_SECONDS = 600.0
+REST_SECONDS = 120.0
+REST_POLL_SECONDS = 0.2
+DECODE_REASONS = (RejectReason.TBT_SLO.value, RejectReason.KV_ROOM.value, RejectReason.NEVER_FITS.value)
+BATCH = 16
+"""Of which decode steps are compared."""
+
+
+class Costs(Struct, frozen=True):
+    """Of the hardware that the cluster is to be."""
+
+    prefill: PrefillCoefficients
+    decode: DecodeCoefficients
+
+
+class Probe(Struct, frozen=True):
+    run: Run
+    idle: float
+    """Share of the machine's processor time that nobody used."""
+    steps: float
+    """Seconds of prefill and decode steps as the Conductor has measured them over the profile's; the worst instance."""
+
+    late: int
+    """Requests taken whose first token did not come in time, or not at all."""
+    slow: int
+    """Requests whose first token did, and whose others did not."""
+
+    @property
+    def lacks(self) -> str:
+        """The pool whose lack fails most of those that do not attain; empty where all attain."""
+        refused = self.run.summary.refused
+        by_decode = sum(count for reason, count in refused.items() if reason in DECODE_REASONS)
+        decode, prefill = self.slow + by_decode, self.late + sum(refused.values()) - by_decode
+        return "decode" if decode > prefill else "prefill" if prefill else ""
+
+    @property
+    def share(self) -> float:
+        summary = self.run.summary
+        return summary.attained / summary.requests
+
+    @property
+    def lag(self) -> float:
+        """Seconds that requests were sent late, P99."""
+        return 0.0 if self.run.live is None else self.run.live.client.lag.p99
+
+
+async def probe(
+    name: str, cluster: RunningCluster, requests: Sequence[TraceRequest], slo: Slo, seed: int, costs: Costs
+) -> Probe:
+    """Open loop, each request when it is due. `seed`: of the prompts; one that was there before finds them cached.
+
+    Raises MoonpoolError where the cluster does not come to rest afterwards.
+    """
+    async with Endpoint(base_of(cluster.url), timeout=ANSWER_SECONDS) as endpoint:
+        dialect = await find_dialect(endpoint, Wish("", "completions", ids_below(), None))
+        prompts = Prompts(ids_below(), BLOCK_TOKENS, seed, dialect.extra_tokens)
+        replay = Replay(endpoint, dialect, prompts, Rules())
+        before = processor_seconds()
+        tally = await replay.run(turns(requests, Pace(), BLOCK_TOKENS, seed))
+        after = processor_seconds()
+    run = live_run(name, seed, slo, tally.outcomes, tally.live(endpoint.base, dialect))
+    await at_rest(cluster)
+    outcomes = tally.outcomes
+    in_time = outcomes.attain(Slo(slo.ttft, None))
+    return Probe(
+        run,
+        idle=(after[1] - before[1]) / max(after[0] - before[0], 1e-9),
+        steps=_steps(cluster, requests, costs),
+        late=total(~in_time & ~outcomes.refused),
+        slow=total(in_time & ~outcomes.attain(slo)),
+    )
+
+
+def processor_seconds(stat: Path = Path("/proc/stat")) -> tuple[float, float]:
+    """All of the machine's processor time, and the idle part of it, since it was started; in ticks."""
+    fields = [float(field) for field in stat.read_text().splitlines()[0].split()[1:9]]
+    return sum(fields), fields[3] + fields[4]
+
+
+async def at_rest(cluster: RunningCluster) -> None:
+    """Until the Conductor has no request left. Raises MoonpoolError."""
+    until = time.monotonic() + REST_SECONDS
+    while True:
+        state = await asyncio.to_thread(cluster.describe)
+        requests: dict[str, int] = state["requests"]  # type: ignore[assignment]
+        if not any(requests.values()):
+            return
+        if time.monotonic() > until:
+            raise MoonpoolError(f"{REST_SECONDS:g} s after the last answer the cluster still has {requests}")
+        await asyncio.sleep(REST_POLL_SECONDS)
+
+
+def _steps(cluster: RunningCluster, requests: Sequence[TraceRequest], costs: Costs) -> float:
+    """Compared where the instances were: at the mean prompt, and at a batch of some of those.
+
+    Of coupled workers only steps that decode alone: no other is told apart.
+    """
+    tokens = sum(request.input_tokens for request in requests) // len(requests)
+    parts: list[dict[str, Any]] = cluster.describe()["parts"]  # type: ignore[assignment]
+    ratios = []
+    for part in parts:
+        measured = part.get("cost")
+        if measured and part["kind"] == "prefill":
+            found, wanted = PrefillCost(PrefillCoefficients(*measured)), PrefillCost(costs.prefill)
+            ratios.append(found.seconds(tokens, 0) / wanted.seconds(tokens, 0))
+        elif measured:
+            batch, wanted_step = DecodeCost(DecodeCoefficients(*measured[-3:])), DecodeCost(costs.decode)
+            ratios.append(batch.seconds(BATCH, BATCH * tokens) / wanted_step.seconds(BATCH, BATCH * tokens))
+    return max(ratios, default=1.0)
