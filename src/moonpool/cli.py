@@ -59,6 +59,8 @@ SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave malformed lines
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 KeysFile = Annotated[Path, typer.Option("--keys", metavar="FILE", help="The file with the keys.")]
 
+OF_NODES = ("dram-per-node", "eviction", "ssd-per-node", "ssd-dir", "lease-limit", "client-quota")
+"""What a worker's node has, not the worker."""
 CLUSTER = ("model", "fleet", "pool", "batch", "front", "placement", "events", "journal", "log")
 
 
@@ -133,7 +135,11 @@ def node(config: Config, token: str | None) -> int:
 
 
 @app.command(rich_help_panel="Parts, each started alone")
-@with_flags("part", "stage", "model", "pool", "batch", "log", others=CLUSTER)
+@with_flags(
+    *("part", "stage", "model", "pool", "batch", "log"),
+    others=CLUSTER,
+    without=(*OF_NODES, "decode-pages", "max-batch", "coupled-mode"),
+)
 def prefill(config: Config, token: str | None) -> int:
     """A prefill worker, or a stage of one that is a pipeline, beside a node on the same machine."""
     if config.stage.stage:
@@ -143,14 +149,22 @@ def prefill(config: Config, token: str | None) -> int:
 
 
 @app.command(rich_help_panel="Parts, each started alone")
-@with_flags("part", "model", "pool", "batch", "log", others=CLUSTER)
+@with_flags(
+    *("part", "model", "pool", "batch", "log"),
+    others=CLUSTER,
+    without=(*OF_NODES, "prefill-pages", "prefill-chunk", "pipeline", "pipeline-chunk", "coupled-mode"),
+)
 def decode(config: Config, token: str | None) -> int:
     """A decode worker, beside a node on the same machine."""
     return _run(config, "decode-0", partial(_decode, config, token))
 
 
 @app.command(rich_help_panel="Parts, each started alone")
-@with_flags("part", "model", "pool", "batch", "log", others=CLUSTER)
+@with_flags(
+    *("part", "model", "pool", "batch", "log"),
+    others=CLUSTER,
+    without=(*OF_NODES, "prefill-pages", "pipeline", "pipeline-chunk"),
+)
 def coupled(config: Config, token: str | None) -> int:
     """A worker that prefills and decodes, beside a node on the same machine."""
     return _run(config, "coupled-0", partial(_coupled, config, token))

@@ -149,8 +149,11 @@ def test_every_command_has_help(runtime: Path) -> None:
             ("--control-port", "--bind", "--placement", "--queue-bound", "--journal"),
             ("--conductor", "--node", "--data-port", "--run-dir"),
         ),
+        ("prefill", ("--node", "--prefill-pages", "--pipeline", "--stage"), ("--dram-per-node", "--decode-pages")),
+        ("decode", ("--node", "--decode-pages", "--max-batch"), ("--ssd-dir", "--prefill-pages", "--pipeline")),
+        ("coupled", ("--node", "--decode-pages", "--coupled-mode"), ("--eviction", "--prefill-pages", "--pipeline")),
     ],
-    ids=["node", "conductor"],
+    ids=["node", "conductor", "prefill", "decode", "coupled"],
 )
 def test_a_parts_help_lists_what_that_part_goes_by(
     command: str, own: tuple[str, ...], foreign: tuple[str, ...], runtime: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,12 +22,15 @@ GROWTH_BYTES = 24 << 20
 
 
 def held(cluster: RunningCluster) -> dict[str, int]:
-    """Bytes that a part has for itself, by part: shared memory, which is the arena, is bounded by its size."""
+    """Bytes of anonymous memory, by part. Not of the arena: pages of it that only one part has touched yet are in what
+    it has for itself (USS), and they become more until the arena is full."""
     found = {}
     for process in psutil.Process(cluster.process.pid).children():
         words = process.cmdline()
         if "--id" in words:
-            found[words[words.index("--id") + 1]] = process.memory_full_info().uss
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            (kib,) = re.findall(r"RssAnon:\s+(\d+) kB", status)
+            found[words[words.index("--id") + 1]] = int(kib) << 10
     return found
 
 
