@@ -711,6 +711,7 @@ def _run(config: Config, default: str, prepare: Callable[[PartId], Work]) -> int
 
 
 def _gateway(config: Config, token: str | None, part: PartId) -> Work:
+    from moonpool.command.caching import caching_directory
     from moonpool.gateway.config import GatewayConfig
     from moonpool.gateway.keys.file import check_keys
     from moonpool.gateway.serve import listen, run_gateway
@@ -727,6 +728,8 @@ def _gateway(config: Config, token: str | None, part: PartId) -> Work:
         served_model_name=config.served_name,
         request_timeout=config.front.request_timeout,
         classes=config.placement.classes,
+        caching_dir=caching_directory(config.front.caching_dir, part, config.front.port),
+        caching_quota=config.front.caching_quota,
         allowed_hosts=tuple(name.strip() for name in config.front.allowed_hosts.split(",") if name.strip()),
         keys=config.front.keys,
     )
@@ -743,7 +746,7 @@ def _gateway(config: Config, token: str | None, part: PartId) -> Work:
                 instances = Instances(external.instances, conductor, partial(_link, config, token))
                 registry = registry_of(external, instances)
                 group.create_task(instances.run())
-            group.create_task(run_gateway(link, conductor, settings, listener, registry))
+            group.create_task(run_gateway(link, conductor, settings, listener, registry, token))
 
     async def work() -> None:
         if config.part.conductor is not None:
@@ -792,6 +795,7 @@ def _node(config: Config, token: str | None, part: PartId) -> Work:
                 data_port=config.part.data_port,
                 token=token,
                 eviction=config.pool.eviction,
+                pin_share=config.pool.caching_share,
                 ssd_bytes=config.pool.ssd_per_node,
                 ssd_dirs=directories,
                 is_restart=bool(os.environ.get(RESTART)),

@@ -74,6 +74,12 @@ class PoolConfig(Struct, frozen=True):
     block_size: Annotated[int, Meta(ge=1, le=4096, description="tokens in a KVCache block")] = 64
     dram_per_node: Annotated[Bytes, Meta(description="size of each node's arena of KVCache blocks")] = 1 << 30
     eviction: Annotated[EvictionPolicy, Meta(description="which blocks go first when a node's DRAM is full")] = "lru"
+    caching_share: Annotated[
+        float,
+        Meta(
+            ge=0, le=0.9, description="share of each node's DRAM and SSD that cached contexts and other pins may take"
+        ),
+    ] = 0.25
     ssd_per_node: Annotated[
         int, Meta(ge=0, le=1 << 50, extra=BYTES, description="size of each node's SSD tier below DRAM (0: none)")
     ] = 0
@@ -121,6 +127,17 @@ class FrontConfig(Struct, frozen=True):
         ),
     ] = None
     request_timeout: Annotated[Seconds, Meta(description="a request's deadline after its arrival")] = 600.0
+    caching_dir: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            description="directory in which the gateway keeps cached contexts over restarts, or `off` "
+            "(default: one of this port in the cache directory)"
+        ),
+    ] = None
+    caching_quota: Annotated[
+        Annotated[int, Meta(ge=0, le=1 << 40)] | None,
+        Meta(description="most tokens that the cached contexts of one API key may pin together (default: no limit)"),
+    ] = None
 
 
 class ExternalConfig(Struct, frozen=True):

@@ -450,7 +450,7 @@ def test_pins_take_no_more_than_their_share(pool: Client, space: Space) -> None:
     keys = keys_of("kept", 20)
     space.put_many(keys, [bytes_of(key) for key in keys])
     assert space.pin(keys[:16], ttl=600) == [True] * 16
-    with pytest.raises(PoolError, match="a quarter of the arena, may be pinned"):
+    with pytest.raises(PoolError, match="25% of the arena, may be pinned"):
         space.pin(keys[15:17], ttl=600)
     assert space.pin(keys[:16], ttl=600) == [True] * 16
     assert pool.stats()["pins"] == 16

@@ -181,7 +181,7 @@ def _limits(kind: shape.Type) -> str:
     if not isinstance(kind, shape.IntType | shape.FloatType):
         return ""
     low = f"at least {kind.ge:g}" if kind.ge is not None else f"above {kind.gt:g}" if kind.gt is not None else ""
-    high = f"at most {kind.le:.0f}" if kind.le is not None and kind.le < 1 << 31 else ""
+    high = f"at most {kind.le:{'g' if kind.le < 1 else '.0f'}}" if kind.le is not None and kind.le < 1 << 31 else ""
     return "".join(f", {limit}" for limit in (low, high) if limit)
 
 

@@ -18,6 +18,8 @@ from starlette.types import ASGIApp
 from moonpool.core.vocabulary import PartKind
 from moonpool.errors import PeerUnavailableError
 from moonpool.gateway.access import TENANT, Access
+from moonpool.gateway.caching.pages import PATH as CACHING
+from moonpool.gateway.caching.pages import CachingPages
 from moonpool.gateway.completions import Completions, Desk
 from moonpool.gateway.front import Front
 from moonpool.gateway.meters import Meters
@@ -39,6 +41,7 @@ INSTANCES = "/cluster/instances"
 def make_app(desk: Desk, meters: Meters, registry: Registry | None = None) -> ASGIApp:
     """The gateway as an ASGI application. `registry`: of external instances, where it serves from such."""
     pages = Pages(desk, meters)
+    caching = CachingPages(desk)
     instances = InstancePages(registry, desk.bodies)
     gets = {
         "/health": pages.health,
@@ -57,13 +60,15 @@ def make_app(desk: Desk, meters: Meters, registry: Registry | None = None) -> AS
         Route(POSTS[1], Completions(desk, chat=False), methods=["POST"]),
         Route(POSTS[2], pages.tokenize, methods=["POST"]),
         Route(POSTS[3], pages.detokenize, methods=["POST"]),
+        Route(CACHING, caching.all, methods=["GET", "POST"]),
+        Route(CACHING + "/{context}", caching.one, methods=["GET", "PATCH", "PUT", "DELETE"]),
         Route(INSTANCES, instances.all, methods=["GET", "POST"]),
         Route(INSTANCES + "/{instance}", instances.one, methods=["DELETE"]),
         *(Route(path, page, methods=["GET"]) for path, page in gets.items()),
     ]
     router = Router(routes, redirect_slashes=False)
-    paths, posts = frozenset({*POSTS, INSTANCES, *gets}), frozenset({*POSTS, INSTANCES})
-    return Front(router, desk.config, Access(desk.keyring), meters, paths, posts)
+    posts = frozenset({*POSTS, CACHING, INSTANCES})
+    return Front(router, desk.config, Access(desk.keyring), meters, frozenset({*posts, *gets}), posts)
 
 
 class Pages:
@@ -130,7 +135,9 @@ class Pages:
             "waiting": desk.cluster.waiting,
             "answers_remembered": len(desk.answers),
             "context_tokens": desk.cluster.fleet.context_tokens,
+            "cached_contexts": len(desk.keeper.book),
             **desk.cluster.totals,
+            **desk.keeper.totals,
         }
         return _json(state | {"gateway": own})
 

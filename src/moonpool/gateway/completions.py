@@ -19,6 +19,8 @@ from moonpool.core.vocabulary import RejectReason, Slo
 from moonpool.gateway.access import TENANT
 from moonpool.gateway.answers import AnswerMemory
 from moonpool.gateway.bodies import Bodies, Body
+from moonpool.gateway.caching.keeper import Keeper
+from moonpool.gateway.caching.reference import HEADER, Reference, read_reference
 from moonpool.gateway.choice import Choice
 from moonpool.gateway.cluster import Cluster
 from moonpool.gateway.config import GatewayConfig
@@ -50,6 +52,7 @@ class Desk:
     bodies: Bodies
     keyring: Keyring | None
     """None: no API keys are asked for."""
+    keeper: Keeper
     abort: Callable[[object], None]
     """Break the connection of this client (the scope's `client`)."""
 
@@ -66,7 +69,7 @@ class Completions:
         arrived = asyncio.get_running_loop().time()
         headers = Headers(scope=scope)
         tenant: Tenant = scope[TENANT]
-        slo = tenant.slo(_read_slo(headers))
+        slo, cache = tenant.slo(_read_slo(headers)), _read_cache(headers)
         desk.seats.check()
         tenant.begin_request()
         body = await desk.bodies.read(headers, receive)  # without a seat: a client that sends nothing must not hold one
@@ -76,7 +79,9 @@ class Completions:
                 raise refused(RejectReason.NO_INSTANCE, desk.cluster.fleet.lacks or "the cluster is not ready", 1.0)
             watch = asyncio.create_task(_watch(receive, exchange.lose_client))
             try:
-                intended = await unless(watch, self._intend(body, tenant))
+                intended = await unless(watch, self._intend(body, tenant, cache))
+                if intended.cache is not None:
+                    desk.keeper.extend(intended.cache, tenant.rights.id)
                 exchange.check_client()
                 booking.extend(len(intended.prompts) - 1)
                 use.admit([len(prompt.tokens) for prompt in intended.prompts])
@@ -88,10 +93,11 @@ class Completions:
                 watch.cancel()
                 scope[SUMMARY] = _summary(exchange)
 
-    def _intend(self, body: Body, tenant: Tenant) -> Coroutine[object, object, Intended]:
+    def _intend(self, body: Body, tenant: Tenant, cache: Reference | None) -> Coroutine[object, object, Intended]:
         intake, fleet = self._desk.intake, self._desk.cluster.fleet
         read = intake.chat if self._chat else intake.completion
-        return intake.run(body, partial(read, tenant=tenant, context_tokens=fleet.context_tokens, spaces=fleet.spaces))
+        work = partial(read, tenant=tenant, cache=cache, context_tokens=fleet.context_tokens, spaces=fleet.spaces)
+        return intake.run(body, work)
 
     def _submit(self, exchange: Exchange, intended: Intended, slo: Slo, arrived: float, label: str) -> None:
         desk = self._desk
@@ -172,6 +178,12 @@ def _stream_start() -> Message:
 def _read_slo(headers: Headers) -> Slo:
     """The request's own limits; the Conductor knows those of its class."""
     return Slo(_read_milliseconds(headers, "x-slo-ttft-ms"), _read_milliseconds(headers, "x-slo-tpot-ms"))
+
+
+def _read_cache(headers: Headers) -> Reference | None:
+    """The cached context that the request begins with."""
+    value = headers.get(HEADER)
+    return None if value is None else read_reference(value, HEADER)
 
 
 def _read_milliseconds(headers: Headers, name: str) -> float | None:

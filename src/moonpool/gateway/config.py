@@ -33,6 +33,10 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     answers_remembered: int = 4096
     classes: tuple[PriorityClass, ...] = ()
     """That are configured. None: a request may name any."""
+    caching_dir: str | None = None
+    """Where cached contexts are kept over restarts; None: nowhere."""
+    caching_quota: int | None = None
+    """Tokens that one owner's cached contexts may pin together."""
     allowed_hosts: tuple[str, ...] = ()
     """Names in `Host` besides loopback names and `host`; `*` allows any."""
     keys: str | None = None

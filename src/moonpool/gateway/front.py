@@ -10,7 +10,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moonpool.gateway.access import TENANT, Access, is_of_cluster
+from moonpool.gateway.access import TENANT, Access
 from moonpool.gateway.config import GatewayConfig
 from moonpool.gateway.meters import Meters
 from moonpool.gateway.problem import ApiError, ClientGoneError, invalid
@@ -26,6 +26,9 @@ SUMMARY = "moonpool.summary"
 """Key of what an endpoint adds to the request's log line."""
 _QUIET = frozenset({"/health", "/ready", "/metrics", "/cluster"})
 """Asked for again and again by machines: no news."""
+_PRIVATE = ("/cluster", "/v1/caching")
+"""What a page of another site must not read either, by a name of its own for this host."""
+_WITH_BODY = ("POST", "PUT", "PATCH")
 _WILDCARDS = ("", "0.0.0.0", "::")
 
 
@@ -93,11 +96,11 @@ class Front:
     def _check(self, method: str, path: str, headers: Headers) -> None:
         if len(headers.getlist("host")) > 1:
             raise invalid("host", "a request must have one Host header, not several")
-        if method == "POST" or is_of_cluster(path):
+        if method not in ("GET", "HEAD") or path.startswith(_PRIVATE):
             self._check_host(headers.get("host", ""))
-        if method == "POST":
+        if method in _WITH_BODY:
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind != "application/json" and path in self._posts:
+            if kind != "application/json" and (path in self._posts or method != "POST"):
                 shown = f", not {kind[:64]!r}" if kind else ""
                 raise ApiError(415, f"the content type must be application/json{shown}", param="content-type")
 

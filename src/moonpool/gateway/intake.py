@@ -14,14 +14,19 @@ from typing import TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
+from moonpool.core.classes import BATCH
 from moonpool.core.vocabulary import Chain, KeySpace
 from moonpool.gateway.answers import AnswerMemory, conversation_ids
 from moonpool.gateway.bodies import SMALL_BYTES, Body
+from moonpool.gateway.caching.book import Held
+from moonpool.gateway.caching.context import Context, packed_ids
+from moonpool.gateway.caching.reference import HEADER, Reference
+from moonpool.gateway.caching.schema import read_new_context
 from moonpool.gateway.config import GatewayConfig
 from moonpool.gateway.fields import INT64_MAX, read_object
 from moonpool.gateway.generation import chains_of
 from moonpool.gateway.keys.tenant import Tenant
-from moonpool.gateway.problem import beyond_context, invalid
+from moonpool.gateway.problem import ApiError, beyond_context, invalid
 from moonpool.gateway.schema import (
     Ask,
     Limits,
@@ -56,6 +61,17 @@ class Intended(Struct, frozen=True):
 
     ask: Ask
     prompts: tuple[Prompt, ...]
+    cache: Reference | None = None
+    """The cached context that it begins with."""
+
+
+class Wanted(Struct, frozen=True):
+    """A context that is to be cached."""
+
+    context: Context
+    """Without id, node, sizes and times."""
+    ttl: int
+    priority: str
 
 
 class Tokenized(Struct, frozen=True):
@@ -65,10 +81,14 @@ class Tokenized(Struct, frozen=True):
 
 
 class Intake:
-    def __init__(self, config: GatewayConfig, tokenizer: Tokenizer, answers: AnswerMemory) -> None:
+    def __init__(
+        self, config: GatewayConfig, tokenizer: Tokenizer, answers: AnswerMemory, find: Callable[[str, str], Held]
+    ) -> None:
+        """`find`: a cached context by its id and its owner's; raises ApiError."""
         self._config = config
         self._tokenizer = tokenizer
         self._answers = answers
+        self._find = find
         self._limits = Limits(config.served_model_name, tokenizer.vocabulary, config.max_prompts, config.class_names)
         self._small = Turns("small requests", SMALL_THREADS, config.max_concurrent)
         self._large = Turns("large requests", LARGE_THREADS, max(config.max_concurrent // 2, 1))
@@ -94,31 +114,97 @@ class Intake:
 
     # ---- on threads; all raise ApiError
 
+    # `cache`: the cached context that the request names in a header.
+
     def chat(
-        self, body: Bytes, check: Check, *, tenant: Tenant, context_tokens: int, spaces: Sequence[KeySpace]
+        self,
+        body: Bytes,
+        check: Check,
+        *,
+        tenant: Tenant,
+        cache: Reference | None,
+        context_tokens: int,
+        spaces: Sequence[KeySpace],
     ) -> Intended:
         request = read_chat(read_object(body), self._limits)
-        ask = _as_of(tenant, request.ask)
-        known = self._answers.recall_all(ask.salt, request.messages)
+        if cache is not None and request.cache is not None:
+            raise invalid(HEADER, f"the header {HEADER} and the first message both name a cached context: give one")
+        cache = cache or request.cache
+        ask, messages = _as_of(tenant, request.ask), request.messages
+        known: dict[int, tuple[int, ...]] = {}
+        if cache is not None:
+            context, ask = self._begin_with(cache, tenant, request.ask, ask)
+            if not context.messages:
+                raise _mismatch(cache, "a prompt: name it in a request to /v1/completions")
+            messages, known = (*context.messages, *messages), dict(context.known)
+        first = len(messages) - len(request.messages)
+        recalled = self._answers.recall_all(ask.salt, request.messages)
+        known |= {first + i: ids for i, ids in recalled.items()}
         check()
         try:
-            ids = conversation_ids(self._tokenizer, request.messages, known, context_tokens - 1)
+            ids = conversation_ids(self._tokenizer, messages, known, context_tokens - 1)
         except TooLongError as e:
             raise beyond_context("messages", e.count, context_tokens) from None
-        return Intended(ask, (self._prompt(ids, "messages", ask, context_tokens, spaces),))
+        return Intended(ask, (self._prompt(ids, "messages", ask, context_tokens, spaces),), cache)
 
     def completion(
-        self, body: Bytes, check: Check, *, tenant: Tenant, context_tokens: int, spaces: Sequence[KeySpace]
+        self,
+        body: Bytes,
+        check: Check,
+        *,
+        tenant: Tenant,
+        cache: Reference | None,
+        context_tokens: int,
+        spaces: Sequence[KeySpace],
     ) -> Intended:
         request = read_completion(read_object(body), self._limits, context_tokens)
         ask = _as_of(tenant, request.ask)
+        before: tuple[int, ...] = ()
+        if cache is not None:
+            context, ask = self._begin_with(cache, tenant, request.ask, ask)
+            if context.messages:
+                raise _mismatch(cache, "messages: name it in a request to /v1/chat/completions")
+            before = context.token_ids()
         prompts = []
         for i, prompt in enumerate(request.prompts):
             check()
             where = "prompt" if len(request.prompts) == 1 else f"prompt[{i}]"
-            ids = self._ids(prompt, where, context_tokens) if isinstance(prompt, str) else prompt
-            prompts.append(self._prompt(ids, where, ask, context_tokens, spaces))
-        return Intended(ask, tuple(prompts))
+            is_first = cache is None
+            ids = self._ids(prompt, where, context_tokens, is_first) if isinstance(prompt, str) else prompt
+            prompts.append(self._prompt((*before, *ids), where, ask, context_tokens, spaces))
+        return Intended(ask, tuple(prompts), cache)
+
+    def context(self, body: Bytes, check: Check, *, tenant: Tenant, context_tokens: int) -> Wanted:
+        """A prefix that is to be cached: messages as the chat template writes them before an answer, or a prompt."""
+        new = read_new_context(read_object(body), self._limits, context_tokens)
+        salt = tenant.cache_salt(new.salt)
+        known: dict[int, tuple[int, ...]] = {}
+        check()
+        if new.messages:
+            where, known = "messages", self._answers.recall_all(salt, new.messages)
+            try:
+                ids: Sequence[int] = conversation_ids(
+                    self._tokenizer, new.messages, known, context_tokens - 1, generation_prompt=False
+                )
+            except TooLongError as e:
+                raise beyond_context(where, e.count, context_tokens) from None
+        else:
+            where = "prompt"
+            ids = self._ids(new.prompt, where, context_tokens) if isinstance(new.prompt, str) else new.prompt
+        if len(ids) >= context_tokens:
+            raise beyond_context(where, len(ids), context_tokens)
+        context = Context(
+            owner=tenant.rights.id,
+            model=self._limits.model,
+            vocabulary=self._limits.vocabulary,
+            name=new.name,
+            metadata=new.metadata,
+            salt=salt,
+            messages=new.messages,
+            known=known,
+            tokens=packed_ids(ids),
+        )
+        return Wanted(context, new.ttl, tenant.priority(new.priority or BATCH.name))
 
     def tokenize(self, body: Bytes, check: Check, *, context_tokens: int) -> Tokenized:
         request = read_tokenize(read_object(body), self._limits)
@@ -142,9 +228,17 @@ class Intake:
         check()
         return self._tokenizer.decode(tokens, skip_special=False)
 
-    def _ids(self, prompt: str, where: str, context_tokens: int) -> list[int]:
+    def _begin_with(self, cache: Reference, tenant: Tenant, given: Ask, ask: Ask) -> tuple[Context, Ask]:
+        """The context, and `ask` with its salt: else its blocks would not be found. `given`: what the request had."""
+        context = self._find(cache.id, tenant.rights.id).context
+        if given.salt and ask.salt != context.salt:
+            raise invalid("cache_salt", "cache_salt is not that of the cached context: leave it out, it has its own")
+        return context, replace(ask, salt=context.salt)
+
+    def _ids(self, prompt: str, where: str, context_tokens: int, is_first: bool = True) -> list[int]:
+        """`is_first`: nothing goes before it."""
         try:
-            return self._tokenizer.encode_up_to(prompt, context_tokens - 1, special_tokens=True)
+            return self._tokenizer.encode_up_to(prompt, context_tokens - 1, special_tokens=is_first)
         except TooLongError as e:
             raise beyond_context(where, e.count, context_tokens) from None
 
@@ -173,3 +267,7 @@ class Intake:
 def _as_of(tenant: Tenant, ask: Ask) -> Ask:
     """What it comes to when this tenant asks for it. Raises ApiError."""
     return replace(ask, salt=tenant.cache_salt(ask.salt), priority=tenant.priority(ask.priority))
+
+
+def _mismatch(cache: Reference, what: str) -> ApiError:
+    return ApiError(400, f"the cached context {cache.id!r} was made of {what}", code="context_mismatch")

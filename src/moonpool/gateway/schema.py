@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from moonpool.gateway.caching.reference import Reference, read_reference
 from moonpool.gateway.fields import INT64_MAX, Fields, Json, is_integer
 from moonpool.gateway.known import CHAT_NEUTRAL, COMPLETION_NEUTRAL, HARMLESS, MESSAGE_NEUTRAL, ROLES, SHARED
 from moonpool.gateway.problem import ApiError, beyond_context, invalid
@@ -54,6 +55,8 @@ class Ask(Struct, frozen=True):
 class ChatRequest(Struct, frozen=True):
     messages: Messages
     ask: Ask
+    cache: Reference | None = None
+    """The cached context that goes before the messages."""
 
 
 class CompletionRequest(Struct, frozen=True):
@@ -82,7 +85,7 @@ class Limits(Struct, frozen=True):
 
 def read_chat(body: Json, limits: Limits) -> ChatRequest:
     fields = Fields(body)
-    _check_model(fields, limits.model)
+    check_model(fields, limits.model)
     fields.check_names({*SHARED, "messages", "max_completion_tokens", "top_logprobs"}, HARMLESS, CHAT_NEUTRAL)
     newer = fields.integer("max_completion_tokens", 1)
     older = fields.integer("max_tokens", 1)
@@ -94,13 +97,14 @@ def read_chat(body: Json, limits: Limits) -> ChatRequest:
         raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
     most, named = (older, "max_tokens") if newer is None else (newer, "max_completion_tokens")
     ask = _read_ask(fields, limits, most, None if most is None else named, (top or 0) if wants else None)
-    return ChatRequest(read_messages(fields), ask)
+    cache = _read_cache(fields)
+    return ChatRequest(read_messages(fields, first=int(cache is not None)), ask, cache)
 
 
 def read_completion(body: Json, limits: Limits, context_tokens: int) -> CompletionRequest:
     """Token ids that are too many for the context are refused here, before each is looked at."""
     fields = Fields(body)
-    _check_model(fields, limits.model)
+    check_model(fields, limits.model)
     fields.check_names({*SHARED, "prompt"}, HARMLESS, COMPLETION_NEUTRAL)
     most = fields.integer("max_tokens", 1)
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
@@ -111,7 +115,7 @@ def read_completion(body: Json, limits: Limits, context_tokens: int) -> Completi
 
 def read_tokenize(body: Json, limits: Limits) -> TokenizeRequest:
     fields = Fields(body)
-    _check_model(fields, limits.model)
+    check_model(fields, limits.model)
     options = {"add_special_tokens", "add_generation_prompt", "return_token_strs"}
     fields.check_names({"model", "prompt", "messages", *options}, HARMLESS, {})
     if (fields.get("prompt") is None) == (fields.get("messages") is None):
@@ -133,7 +137,7 @@ def read_tokenize(body: Json, limits: Limits) -> TokenizeRequest:
 
 def read_detokenize(body: Json, limits: Limits, most: int) -> tuple[int, ...]:
     fields = Fields(body)
-    _check_model(fields, limits.model)
+    check_model(fields, limits.model)
     fields.check_names({"model", "tokens"}, HARMLESS, {})
     tokens = fields.get("tokens")
     if not isinstance(tokens, list):
@@ -143,16 +147,34 @@ def read_detokenize(body: Json, limits: Limits, most: int) -> tuple[int, ...]:
     return _token_ids(tokens, "tokens", limits.vocabulary)
 
 
-def read_messages(fields: Fields) -> Messages:
+def read_messages(fields: Fields, first: int = 0) -> Messages:
+    """From the `first` one on."""
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise invalid("messages", "messages must be a non-empty array")
     if len(messages) > MAX_MESSAGES:
         raise invalid("messages", f"{len(messages)} messages are more than the limit of {MAX_MESSAGES}")
-    return tuple(_read_message(message, f"messages[{i}]") for i, message in enumerate(messages))
+    if len(messages) <= first:
+        raise invalid("messages", "messages must have at least one more message after that of the role cache")
+    return tuple(_read_message(message, f"messages[{i}]") for i, message in enumerate(messages[first:], first))
 
 
-def _check_model(fields: Fields, served: str) -> None:
+def _read_cache(fields: Fields) -> Reference | None:
+    """Of the first message, if that has the role cache."""
+    messages = fields.get("messages")
+    if not isinstance(messages, list) or not messages or not isinstance(messages[0], dict):
+        return None
+    message = Fields(messages[0], "messages[0].")
+    if message.get("role") != "cache":
+        return None
+    message.check_names({"role", "content"}, (), {})
+    content = message.get("content")
+    if not isinstance(content, str):
+        raise invalid("messages[0].content", "messages[0].content must be a string like cache_id=cache-…")
+    return read_reference(content, "messages[0].content")
+
+
+def check_model(fields: Fields, served: str) -> None:
     model = fields.get("model")
     if model is None or model == served:
         return
@@ -198,7 +220,7 @@ def _read_ask(
         stop=_read_stop(fields),
         stream=stream,
         include_usage=_read_stream_options(fields, stream),
-        priority=_read_priority(fields, limits.classes),
+        priority=read_priority(fields, limits.classes),
         salt=fields.text("cache_salt", MAX_SALT_CHARS),
         token_ids=fields.flag("return_token_ids"),
     )
@@ -236,7 +258,7 @@ def _read_stream_options(fields: Fields, stream: bool) -> bool:
     return options.flag("include_usage")
 
 
-def _read_priority(fields: Fields, classes: tuple[str, ...]) -> str:
+def read_priority(fields: Fields, classes: tuple[str, ...]) -> str:
     value = fields.get("priority")
     if value is None:
         return ""
@@ -256,6 +278,8 @@ def _read_message(message: object, where: str) -> ChatMessage:
     role = fields.get("role")
     if not isinstance(role, str) or role not in ROLES:
         hint = " (tools are not supported)" if role in ("tool", "function") else ""
+        if role == "cache":
+            hint = " (cache: in a chat request, and there only in the first message)"
         raise invalid(f"{where}.role", f"{where}.role must be one of {', '.join(ROLES)}{hint}")
     fields.check_names({"role", "content", "name"}, (), MESSAGE_NEUTRAL)
     return ChatMessage(ROLES[role], _read_content(fields.get("content"), f"{where}.content"), fields.text("name", 256))
@@ -291,7 +315,7 @@ def _read_prompts(fields: Fields, limits: Limits, context_tokens: int) -> tuple[
     if not prompt:
         raise invalid("prompt", "prompt is empty")
     if is_integer(prompt[0]):
-        return (_prompt_ids(prompt, "prompt", limits, context_tokens),)
+        return (prompt_ids(prompt, "prompt", limits, context_tokens),)
     if len(prompt) > limits.max_prompts:
         raise invalid("prompt", f"{len(prompt)} prompts are more than the limit of {limits.max_prompts} a request")
     return tuple(_read_prompt(one, f"prompt[{i}]", limits, context_tokens) for i, one in enumerate(prompt))
@@ -302,10 +326,10 @@ def _read_prompt(prompt: object, where: str, limits: Limits, context_tokens: int
         return prompt
     if not isinstance(prompt, list):
         raise invalid(where, f"{where} must be a string or an array of token ids")
-    return _prompt_ids(prompt, where, limits, context_tokens)
+    return prompt_ids(prompt, where, limits, context_tokens)
 
 
-def _prompt_ids(values: list[object], where: str, limits: Limits, context_tokens: int) -> tuple[int, ...]:
+def prompt_ids(values: list[object], where: str, limits: Limits, context_tokens: int) -> tuple[int, ...]:
     if len(values) >= context_tokens:
         raise beyond_context(where, len(values), context_tokens)
     return _token_ids(values, where, limits.vocabulary)

@@ -16,6 +16,7 @@ from moonpool.errors import ConfigError
 from moonpool.gateway.answers import AnswerMemory
 from moonpool.gateway.app import make_app
 from moonpool.gateway.bodies import Bodies
+from moonpool.gateway.caching.keeper import Keeper
 from moonpool.gateway.cluster import Cluster
 from moonpool.gateway.completions import Desk
 from moonpool.gateway.config import GatewayConfig
@@ -42,8 +43,10 @@ async def run_gateway(
     config: GatewayConfig,
     listener: socket.socket | None = None,
     registry: Registry | None = None,
+    token: str | None = None,
 ) -> None:
-    """Serve HTTP until cancelled. `conductor`: its control address. `registry`: of external instances.
+    """Serve HTTP until cancelled. `conductor`: its control address. `registry`: of external instances. `token`: the
+    cluster's, for its nodes.
 
     `listener`: from `listen`, where the port must be taken before anything else is done. Raises ConfigError where the
     port is taken, API keys are needed and cannot be read, or no Conductor answers, ModelError where the tokenizer
@@ -52,7 +55,7 @@ async def run_gateway(
     listener = listener or listen(config.host, config.port)
     try:
         tokenizer = await asyncio.to_thread(Tokenizer.load, config.model_path)
-        gateway = Gateway(link, conductor, config, tokenizer, registry)
+        gateway = Gateway(link, conductor, config, tokenizer, registry, token)
         await gateway.run(listener)
     finally:
         listener.close()
@@ -85,30 +88,30 @@ class Gateway:
         config: GatewayConfig,
         tokenizer: Tokenizer,
         registry: Registry | None = None,
+        token: str | None = None,
     ) -> None:
         """Raises ConfigError where API keys are needed and cannot be read."""
+        self._model = config.served_model_name, tokenizer.vocabulary
         self.meters = Meters(config.served_model_name)
         self.cluster = Cluster(link, conductor, config.served_model_name, self.meters)
         self.seats = Seats(config.max_concurrent)
         self.answers = AnswerMemory(config.answers_remembered, tokenizer.special)
         self.cluster.books = Books(self.check_integrity)
-        self.intake = Intake(config, tokenizer, self.answers)
+        self.keyring = self._keyring(config)
+        self.keeper = Keeper(self.cluster, token, config, self._is_owner)
+        self.intake = Intake(config, tokenizer, self.answers, self.keeper.book.find)
         self.meters.watch("num_requests_running", "Requests at a worker.", lambda: self.cluster.running)
         self.meters.watch("num_requests_waiting", "Requests that wait for a place.", lambda: self.cluster.waiting)
         self.bodies = Bodies(config)
         self.meters.watch("num_requests_intake", "Requests that wait to be parsed.", lambda: self.intake.waiting)
         self.meters.watch("body_bytes_held", "Of bodies beyond 64 KiB, until parsed.", lambda: self.bodies.held)
-        self.keyring = self._keyring(config)
+        book = self.keeper.book
+        self.meters.watch("cached_contexts", "Contexts that clients have cached.", lambda: len(book))
+        self.meters.watch("cached_contexts_pending", "Of those, not pinned now.", lambda: book.pending)
+        self.meters.watch("cached_context_tokens", "That they pin.", lambda: book.tokens)
         desk = Desk(
-            config,
-            tokenizer,
-            self.intake,
-            self.answers,
-            self.cluster,
-            self.seats,
-            self.bodies,
-            self.keyring,
-            self._abort,
+            *(config, tokenizer, self.intake, self.answers, self.cluster, self.seats, self.bodies),
+            *(self.keyring, self.keeper, self._abort),
         )
         self._server = _Server(
             uvicorn.Config(
@@ -128,8 +131,9 @@ class Gateway:
         )
 
     async def run(self, listener: socket.socket) -> None:
+        await self.keeper.load(*self._model)
         serving = asyncio.create_task(self._server.serve(sockets=[listener]))
-        work = [asyncio.create_task(self.cluster.run())]
+        work = [asyncio.create_task(self.cluster.run()), asyncio.create_task(self.keeper.run())]
         if self.keyring is not None:
             work.append(asyncio.create_task(self.keyring.run()))
         try:
@@ -145,6 +149,7 @@ class Gateway:
             await asyncio.wait((serving,), timeout=STOP_SECONDS)
             for task in (serving, *work):
                 task.cancel()
+            await self.keeper.close()
             await asyncio.wait((serving, *work))
             self.intake.close()
             if self.keyring is not None:
@@ -154,10 +159,15 @@ class Gateway:
         self.cluster.check_integrity()
         self.seats.check_integrity()
         self.answers.check_integrity()
+        self.keeper.book.check_integrity()
         self.bodies.check_integrity()
         self.intake.check_integrity()
         if self.keyring is not None:
             self.keyring.check_integrity()
+
+    def _is_owner(self, owner: str) -> bool:
+        """Of cached contexts: those of a key that was revoked end with it."""
+        return self.keyring is None or not owner or self.keyring.has(owner)
 
     def _keyring(self, config: GatewayConfig) -> Keyring | None:
         keys = check_keys(config.keys, config.host)

@@ -328,8 +328,8 @@ class Space:
     def pin(self, keys: Sequence[BlockKey], ttl: float) -> list[bool]:
         """Keep these blocks on the home node for `ttl` seconds, whatever else needs room, this client's end or not.
 
-        False for those that are not in the pool. Pinning again prolongs. PoolError beyond a quarter of the arena; of
-        more than 8192 keys, some are pinned by then.
+        False for those that are not in the pool. Pinning again prolongs. PoolError beyond the share of the arena
+        that may be pinned (`--caching-share`, a quarter); of more than 8192 keys, some are pinned by then.
         """
         ttl = checks.seconds(ttl, "a pin's ttl")
         if not 0 < ttl <= 1e9:

@@ -22,7 +22,7 @@ from moonpool.store.copies import Copies
 from moonpool.store.extents import Extents
 from moonpool.store.leases import Leases
 from moonpool.store.overdue import Holding
-from moonpool.store.pins import Pins
+from moonpool.store.pins import PIN_SHARE, Pins
 from moonpool.store.quotas import Quotas
 from moonpool.store.rooms import ClientId, RoomId
 from moonpool.store.shelf import Shelf
@@ -39,13 +39,14 @@ class Ledger:
         on_room_ended: Callable[[ClientId, RoomId], None] = lambda client, room: None,
         eviction: EvictionPolicy = "lru",
         board: Board | None = None,
+        pin_share: float = PIN_SHARE,
     ) -> None:
         """`on_room_ended`: a hand-over room ended while this client was a writer of it."""
         self._lock = threading.Condition(threading.RLock())
         self._announcements = Announcements(node, incarnation, on_pending)
         self._blocks = Blocks(extents, self._announcements.note, Eviction(eviction), board)
         self.shelf = Shelf(self._lock, self._blocks, self._announcements.note)
-        self.pins = Pins(self._lock, self._blocks, self.shelf)
+        self.pins = Pins(self._lock, self._blocks, self.shelf, pin_share)
         self.watches = Watches(self._lock, self._blocks)
         self.copies = Copies(self._lock)
         self.catalogue = Catalogue(self._lock, self._blocks, self.shelf, self.pins, self.copies)
@@ -116,6 +117,7 @@ class Ledger:
                 "late_runs": self.claims.late_runs,
                 "pins": len(self.pins),
                 "pinned_bytes": self.pins.nbytes,
+                "pinnable_bytes": self.pins.limit,
                 "evictions": self._blocks.evictions,
                 "demotions": self._blocks.demotions,
                 "dram_checksum_failures": self.catalogue.damaged,

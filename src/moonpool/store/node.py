@@ -41,6 +41,7 @@ from moonpool.store.loader import Loader
 from moonpool.store.messages import Welcome
 from moonpool.store.neighbours import Neighbours
 from moonpool.store.orders import Orders
+from moonpool.store.pins import PIN_SHARE
 from moonpool.store.places import amount
 from moonpool.store.rooms import ClientId, RoomId
 from moonpool.store.server import HoldingRules, LocalServer, listen
@@ -81,6 +82,8 @@ class NodeConfig(Struct, frozen=True):
     """Seconds from a request's deadline until a worker that still holds its room is killed."""
     client_quota: int | None = None
     """Bytes of leases and caching rooms for any other client; None: half the arena."""
+    pin_share: float = PIN_SHARE
+    """Of the arena, and of each SSD, that pinned blocks may take."""
     ssd_bytes: int = 0
     """In all `ssd_dirs` together."""
     ssd_dirs: tuple[str, ...] = ()
@@ -114,7 +117,7 @@ async def run_node(
         stack.callback(arena.close)
         messenger = TcpMessenger(config.token, config.connections)
         stack.callback(messenger.close)
-        node = _Node(link, arena, messenger, config.eviction)
+        node = _Node(link, arena, messenger, config)
         directories = [Path(directory) / link.me.id for directory in config.ssd_dirs] if config.ssd_bytes else []
         if directories:
             # Reading the index of a large one takes seconds.
@@ -208,7 +211,7 @@ class _Node:
     orders: Orders
     neighbours: Neighbours
 
-    def __init__(self, link: Link, arena: Arena, messenger: TcpMessenger, eviction: EvictionPolicy) -> None:
+    def __init__(self, link: Link, arena: Arena, messenger: TcpMessenger, config: NodeConfig) -> None:
         self._link = link
         self._arena = arena
         self._messenger = messenger
@@ -224,8 +227,9 @@ class _Node:
             link.me.incarnation,
             self._on_pending,
             self._on_room_ended,
-            eviction,
+            config.eviction,
             arena.board,
+            config.pin_share,
         )
 
     async def run(self) -> None:

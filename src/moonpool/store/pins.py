@@ -1,7 +1,8 @@
 """Blocks that may not leave the tier they are in for some time, because somebody asked for that.
 
 A pin ends with its time or by `unpin`, and with nothing else: not with the client that asked for it. Together pins take
-at most a share of the arena, so that they never starve what the cluster needs.
+at most a share of the arena, so that they never starve what the cluster needs. An SSD gets a copy of what is pinned, so
+that it is still there when the node is started again; the pin itself is not, and has to be asked for again.
 """
 
 from __future__ import annotations
@@ -15,20 +16,23 @@ from moonpool.store.extents import page_aligned
 from moonpool.store.shelf import Shelf
 
 PIN_SHARE = 0.25
-"""Of the arena."""
+"""Of the arena, unless the node is told another."""
 
 
 class Pins:
     """The ledger's lock covers all of it; every public method takes that lock."""
 
-    def __init__(self, lock: threading.Condition, blocks: Blocks, shelf: Shelf) -> None:
+    def __init__(self, lock: threading.Condition, blocks: Blocks, shelf: Shelf, share: float = PIN_SHARE) -> None:
         self._lock = lock
         self._blocks = blocks
         self._shelf = shelf
         self._until: dict[Name, float] = {}
         self._sizes: dict[Name, int] = {}
-        self._limit = int(blocks.extents.capacity * PIN_SHARE)
+        self._share = share
+        self.limit = int(blocks.extents.capacity * share)
+        """Bytes that may be pinned."""
         blocks.pinned = shelf.pinned = self._until
+        shelf.pin_share = share
 
     def pin(self, names: Sequence[Name], until: float) -> list[bool]:
         """Which of them are here, in any tier, and pinned now. Raises PoolError, and pins none, beyond the share."""
@@ -36,16 +40,18 @@ class Pins:
             sizes = {name: size for name in names if (size := self._size(name))}
             pinned = sum(self._sizes.values())
             wanted = sum(size for name, size in sizes.items() if name not in self._until)
-            if pinned + wanted > self._limit:
+            if pinned + wanted > self.limit:
                 raise PoolError(
-                    f"pins of {wanted} bytes on top of {pinned}: at most {self._limit}, a quarter of the arena, may be "
-                    "pinned on a node; unpin some, wait for others to end, or give the node more DRAM"
+                    f"pins of {wanted} bytes on top of {pinned}: at most {self.limit}, {self._share:.0%} of the arena, "
+                    "may be pinned on a node; unpin some, wait for others to end, or give the node more DRAM or a "
+                    "larger --caching-share"
                 )
             for name, size in sizes.items():
                 if name not in self._until:
                     self._sizes[name] = size
                     self._hold(name)
                 self._until[name] = max(until, self._until.get(name, until))
+            self._shelf.copy_pinned(sizes)
             return [name in sizes for name in names]
 
     def unpin(self, names: Sequence[Name]) -> list[bool]:
@@ -94,4 +100,4 @@ class Pins:
     def check_integrity(self) -> None:
         """The caller has the lock. Raises AssertionError where the books do not add up."""
         assert self._until.keys() == self._sizes.keys()
-        assert self.nbytes <= self._limit
+        assert self.nbytes <= self.limit

@@ -62,6 +62,8 @@ class Shelf:
         self._shelved: dict[Name, Shelved] = {}
         self._leaving: dict[Name, None] = {}
         """Blocks that leave DRAM as soon as they are saved."""
+        self._copying: dict[Name, None] = {}
+        """Pinned blocks of which no SSD has a copy yet."""
         self._reserve = 0
         self._plan: deque[Name] = deque()
         """What is to be saved next, in order; some of it may have changed since."""
@@ -73,6 +75,8 @@ class Shelf:
         """What has been put or removed meanwhile: what they have of it is outdated."""
         self.pinned: Container[Name] = ()
         """Blocks that must stay where they are (`Pins`)."""
+        self.pin_share = 0.0
+        """Of each volume, that copies of pinned blocks may take."""
         self.on_pressure: Callable[[], None] = lambda: None
         """Called under the lock when something may have to be saved: it may only wake somebody."""
         self._counts = dict.fromkeys(("ssd_saves", "ssd_promotions", "ssd_evictions", "ssd_checksum_failures"), 0)
@@ -146,24 +150,25 @@ class Shelf:
         with self._lock:
             volume = self._volumes[number]
             lacking = self._reserve - self._blocks.extents.free
-            if volume.is_lost or (lacking <= 0 and not self._leaving and not volume.unlogged):
+            if volume.is_lost or (lacking <= 0 and not (self._leaving or self._copying or volume.unlogged)):
                 return None
             removed, volume.unlogged = volume.unlogged, []
             saves = Saves(number, removed=removed)
             taken = 0
             leaving = [name for name in list(self._leaving) if not self._gives_up(name)]
-            for name in chain(leaving, self._next_to_go(lacking) if lacking > 0 else ()):
+            for name in chain(leaving, self._next_to_copy(volume), self._next_to_go(lacking) if lacking > 0 else ()):
                 block = self._blocks.resident[name]
                 if block.saving:
                     continue
                 size = page_aligned(block.nbytes)
                 if len(saves.blocks) >= most_blocks or (taken and taken + size > most_bytes):
-                    if name not in self._leaving:
+                    if name not in self._leaving and name not in self._copying:
                         self._plan.appendleft(name)
                     break
                 offset = self._allocate(volume, size, saves.removed)
                 if offset is None:
                     self._leaving.pop(name, None)
+                    self._copying.pop(name, None)
                     continue
                 block.saving = True
                 self._blocks.saving[name] = block
@@ -206,6 +211,14 @@ class Shelf:
                     self._gives_up(name)
             if self._leaving:
                 self.on_pressure()
+
+    def copy_pinned(self, names: Iterable[Name]) -> None:
+        """These were pinned in DRAM: an SSD is to have a copy of each. The caller has the lock."""
+        if all(volume.is_lost for volume in self._volumes):
+            return
+        self._copying.update((name, None) for name in names if self._lacks_copy(name))
+        if self._copying:
+            self.on_pressure()
 
     def has_more(self, space: KeySpaceId, keys: Sequence[BlockKey]) -> bool:
         """Whether the leading blocks in any tier are more than the leading ones in DRAM."""
@@ -298,6 +311,7 @@ class Shelf:
                 return False
             volume.is_lost = True
             self._leaving.clear()
+            self._copying.clear()
             volume.lru = self._new_lru()
             for name in [name for name, shelved in self._shelved.items() if shelved.volume == number]:
                 self._blocks.spaces.left(self._shelved.pop(name).space)
@@ -386,6 +400,20 @@ class Shelf:
             name = self._plan.popleft()
             if name in blocks.resident and not eviction.pins(name) and self._is_unsaved(name):
                 yield name
+
+    def _next_to_copy(self, volume: _Volume) -> Iterator[Name]:
+        """Pinned blocks, as long as not too much of the volume is held by what nobody may evict."""
+        most, held = self.pin_share * volume.extents.capacity, volume.lru.bytes - volume.lru.evictable_bytes
+        for name in list(self._copying):
+            block = self._blocks.resident.get(name)
+            if block is None or not self._lacks_copy(name) or held + page_aligned(block.nbytes) > most:
+                del self._copying[name]
+            elif not block.saving:
+                held += page_aligned(block.nbytes)
+                yield name
+
+    def _lacks_copy(self, name: Name) -> bool:
+        return name in self.pinned and name in self._blocks.resident and name not in self._shelved
 
     def _is_unsaved(self, name: Name) -> bool:
         is_here = name in self._shelved or name in self._blocks.saving

@@ -53,6 +53,10 @@ class Keyring:
     def count(self) -> int:
         return len(self._known)
 
+    def has(self, id_: str) -> bool:
+        """Whether there is a key of this id."""
+        return id_ in self._known
+
     async def run(self) -> None:
         """Follow the file until cancelled."""
         while True:
