@@ -23,6 +23,8 @@ pytestmark = pytest.mark.live
 
 TALKS, TURNS = 10, 4
 PROBES = 2
+PAUSE_SECONDS = 0.05
+"""That a percentile of the client's may lie below the gateway's: tokens that the network brings together."""
 AGREE_SECONDS = 0.25
 """Between client and gateway, means: connecting, and a machine that has other things to do."""
 
@@ -75,6 +77,27 @@ def gateway(cluster: RunningCluster) -> dict[str, float]:
     return {name: float(value) for name, value in found if not name.endswith("_bucket")}
 
 
+Buckets = dict[str, list[tuple[float, float]]]
+
+
+def histograms(cluster: RunningCluster) -> Buckets:
+    """Of the gateway: for each its buckets' upper bounds and how many are no larger, in rising order."""
+    found: Buckets = {}
+    text = cluster.get("/metrics").decode()
+    for name, bound, count in re.findall(r'^moonpool:(\w+)_bucket\{.*le="([^"]+)".*\} (\S+)$', text, re.MULTILINE):
+        found.setdefault(name, []).append((float(bound), float(count)))
+    return found
+
+
+def between(before: Buckets, after: Buckets, name: str, share: float, spare: float) -> tuple[float, float]:
+    """The bounds between which this quantile lies of what came meanwhile; `spare`: a share that may be of others."""
+    known = dict(before.get(name, ()))
+    counts = [(bound, count - known.get(bound, 0.0)) for bound, count in after[name]]
+    every = counts[-1][1]
+    lower = max((bound for bound, count in counts if count < (share - spare) * every), default=0.0)
+    return lower, next(bound for bound, count in counts if count >= (share + spare) * every)
+
+
 def whole_blocks(requests: Sequence[TraceRequest]) -> list[tuple[int, ...]]:
     """Of each prompt, numbered as they come up: the same for traces that share alike."""
     numbers: dict[int, int] = {}
@@ -86,7 +109,7 @@ def whole_blocks(requests: Sequence[TraceRequest]) -> list[tuple[int, ...]]:
 def test_what_is_replayed_is_recorded_and_the_gateway_measures_the_same(
     cluster: RunningCluster, journal: Path, trace: Path, tmp_path: Path
 ) -> None:
-    before = gateway(cluster)
+    before, shapes = gateway(cluster), histograms(cluster)
     run = measured(cluster, trace, tmp_path / "a.json", TURNS)
     wait_at_rest(cluster)
     after = {name: value - before.get(name, 0.0) for name, value in gateway(cluster).items()}
@@ -96,8 +119,16 @@ def test_what_is_replayed_is_recorded_and_the_gateway_measures_the_same(
     mean = after["time_to_first_token_seconds_sum"] / after["time_to_first_token_seconds_count"]
     probes = PROBES / (TALKS * TURNS) * run["summary"]["ttft"]["most"]
     assert abs(run["summary"]["ttft"]["mean"] - mean) < AGREE_SECONDS + probes
-    between = after["inter_token_latency_seconds_sum"] / after["inter_token_latency_seconds_count"]
-    assert abs(run["live"]["intervals"]["mean"] - between) < AGREE_SECONDS
+    pause = after["inter_token_latency_seconds_sum"] / after["inter_token_latency_seconds_count"]
+    assert abs(run["live"]["intervals"]["mean"] - pause) < AGREE_SECONDS
+    spare = PROBES / (TALKS * TURNS)
+    for name, seen in (
+        ("time_to_first_token_seconds", run["summary"]["ttft"]),
+        ("inter_token_latency_seconds", run["live"]["intervals"]),
+    ):
+        for share, percentile in ((0.5, "p50"), (0.9, "p90")):
+            low, high = between(shapes, histograms(cluster), name, share, spare)
+            assert low - PAUSE_SECONDS <= seen[percentile] <= high + AGREE_SECONDS, (name, percentile)
     assert run["summary"]["cached_share"] > 0.2, "turns find what was there before them"
 
     recorded = tmp_path / "recorded.jsonl"
