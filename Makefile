@@ -8,11 +8,12 @@ PY := .venv/bin/python -P
 INSTALLED := .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-vllm test-vllm-core demo-vllm soak check bench bench-int8 bench-journal bench-core bench-overload bench-pipeline bench-scale bench-store bench-layerwise bench-engine bench-vllm bench-goodput clean venv model format
+.PHONY: help serve test test-browser test-vllm test-vllm-core demo-vllm soak check bench bench-int8 bench-journal bench-core bench-overload bench-pipeline bench-scale bench-store bench-layerwise bench-engine bench-vllm bench-goodput clean venv model format
 
 help:
 	@echo "make serve    serve SmolLM2-135M on http://127.0.0.1:8000   (ARGS='--nodes 2 --decode 2' and so on)"
 	@echo "make test     run the tests                                 (ARGS='tests/core -k directory')"
+	@echo "make test-browser  the dashboard in a real Chromium, which it installs where it may (two minutes)"
 	@echo "make demo-vllm  two vLLM servers on CPU, for prefill and decode, behind one endpoint (3.4 GB the first time)"
 	@echo "make test-vllm  the connector, and the gateway before real vLLM servers on CPU (sets them up: 3.4 GB; then 8 minutes)"
 	@echo "make test-vllm-core  what of it CI runs: hits and answers, no faults (some four minutes once it is set up)"
@@ -37,6 +38,14 @@ serve: $(INSTALLED)
 
 test: $(INSTALLED) model
 	$(PY) -m pytest $(ARGS)
+
+test-browser: .venv/browser model
+	@command -v chromium >/dev/null || sh tests/browser/install.sh
+	$(PY) -m pytest $(or $(ARGS),tests/browser)
+
+.venv/browser: $(INSTALLED)
+	.venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[engine,dev,browser]'
+	@touch $@
 
 test-vllm: $(INSTALLED) model
 	MOONPOOL_VLLM=1 $(PY) -m pytest $(or $(ARGS),tests/connectors tests/live/external)

@@ -112,3 +112,25 @@ def test_prompts_are_remembered_in_bounds_and_survive_a_snapshot() -> None:
     assert again.to_plain() == recent.to_plain()
     recent.used(oldest)
     assert recent.oldest() != oldest
+
+
+def test_the_hottest_prefix_is_the_one_that_spares_most_blocks() -> None:
+    recent = RecentPrompts()
+
+    def prompt(*blocks: int) -> Prompt:
+        return Prompt(SPACE, tuple(BlockKey(at.to_bytes(16, "big")) for at in blocks), float(blocks[-1]))
+
+    for own in (101, 102, 103):  # a long document
+        recent.used(prompt(*range(1, 11), own))
+    for own in (201, 202, 203, 204):  # a short preamble, which the document does not share
+        recent.used(prompt(50, 51, own))
+    for _ in range(3):  # the very same again
+        recent.used(prompt(60, 61, 62, 63))
+    recent.used(prompt(70, 71))
+    found = recent.hottest(8)
+    assert [(len(p.keys), p.uses) for p in found] == [(10, 3), (4, 3), (2, 4)]
+    assert found[0].keys == prompt(*range(1, 11)).keys
+    assert found[0].used_at == 103.0
+    assert recent.hottest(1) == found[:1]
+    assert thaw(freeze(recent), RecentPrompts).hottest(8) == found
+    recent.check_integrity()

@@ -53,6 +53,16 @@ def test_requests_that_wait_say_for_what_and_how_long() -> None:
     assert scene.conductor.weighings(RequestId("a")) == ()
 
 
+def test_the_newest_weighing_is_worked_out_only_where_it_is_news() -> None:
+    scene = scene_of()
+    scene.request(arrival("a", 200))
+    scene.run(0.05)
+    newest = scene.conductor.weighing(RequestId("a"), -1.0)
+    assert newest == scene.conductor.weighings(RequestId("a"))[-1]
+    assert scene.conductor.weighing(RequestId("a"), newest.at) is None
+    assert scene.conductor.weighing(RequestId("nobody"), -1.0) is None
+
+
 def test_nothing_is_noted_where_nobody_asks() -> None:
     scene = Scene(1, ConductorConfig())
     scene.conductor = Conductor(ConductorConfig(), 1, explains=False)

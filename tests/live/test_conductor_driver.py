@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -16,9 +16,11 @@ from moonpool.core import actions as act
 from moonpool.core import events as ev
 from moonpool.core.conductor import Conductor, ConductorConfig
 from moonpool.core.vocabulary import Incarnation, PartId, PartKind, Peer
+from moonpool.live import decided
 from moonpool.live.conductor import run_conductor
 from moonpool.wire.link import Link
 from moonpool.wire.messages import Counters, Describe, Description, Message
+from moonpool.wire.story import Stories
 from tests.core.conductor_scene import arrival, gateway, node, worker
 
 SECONDS = 10.0
@@ -101,6 +103,48 @@ def test_a_request_goes_from_arrival_to_its_end() -> None:
         assert not any(state["requests"].values())
 
     run(test)
+
+
+def test_the_dashboard_is_told_what_was_weighed_and_which_prefixes_are_hot() -> None:
+    async def test(b: Bench) -> None:
+        await cluster(b)
+        for name in ("a", "b"):
+            arrived = structs.replace(
+                arrival(name, 200, family="f"), gateway=b.links["gateway-0"].me, label=f"<{name}>"
+            )
+            await b.tell("gateway-0", arrived)
+            reserve = await b.expect("node-0", act.ReserveRoom)
+            me = b.links["node-0"].me
+            await b.tell("node-0", ev.RoomConfirmed(me.id, me.incarnation, reserve.request, reserve.attempt, ()))
+            await b.expect("gateway-0", act.Place)
+
+        async def look(serial: int) -> dict[str, Any]:
+            await b.tell("gateway-0", Describe(b.links["gateway-0"].me, serial, live=True))
+            state: dict[str, Any] = msgspec.json.decode((await b.expect("gateway-0", Description)).state)
+            return state
+
+        first = await look(1)
+        newest, oldest = first["decided"]
+        assert (newest["label"], oldest["label"], newest["outcome"]) == ("<b>", "<a>", "in prefill")
+        assert newest["weighing"]["chosen_prefill"] == "prefill-0"
+        assert newest["weighing"]["prefill"][0]["ttft_seconds"] == newest["weighing"]["ttft_seconds"]
+        assert (newest["prefill_instances"], newest["decode_instances"]) == (1, 1)
+        assert [(p["uses"], p["blocks"]) for p in first["prefixes"]] == [(2, 12)]
+        assert "recent" not in first
+        assert [d["weighing"] for d in (await look(2))["decided"]] == [newest["weighing"], oldest["weighing"]]
+
+    run(test)
+
+
+def test_what_is_weighed_anew_for_a_look_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decided, "PAIRS_A_LOOK", 1)
+    core, stories = Conductor(ConductorConfig(), 0), Stories()
+    registered = (gateway(), node(0), worker(PartKind.PREFILL, 0, on=0), worker(PartKind.DECODE, 0, on=0))
+    for event in (*registered, arrival("a"), arrival("b")):
+        stories.note(1.0, event, core.handle(event, 1.0))
+    memory = decided.Decisions()
+    known = [[d.weighing is not None for d in memory.look(stories, core, 2.0)] for _ in range(3)]
+    assert known == [[True, False], [True, True], [True, True]]
 
 
 def test_a_cancelled_request_is_cancelled_at_the_workers_and_its_room_released() -> None:

@@ -72,7 +72,7 @@ class Screen:
         key = '-H "authorization: Bearer $MOONPOOL_API_KEY" ' if self._config.front.keys else ""
         self._say(
             f"\n  curl {url}/v1/chat/completions {key}-H 'content-type: application/json' \\\n       -d '{body}'\n\n"
-            f"Ctrl-C stops everything; `{command()} status --url {url}` shows the cluster.",
+            f"Ctrl-C stops everything; {url}/dashboard and `{command()} status --url {url}` show the cluster.",
             markup=False,
         )
 

@@ -20,8 +20,8 @@ from moonpool.core.replication import order_copies
 from moonpool.core.requests import Phase, Request
 from moonpool.core.settings import ConductorConfig, Decisions
 from moonpool.core.snapshot import Snapshot, freeze, thaw
-from moonpool.core.state import BlocksPage, BlockState, ConductorState, describe
-from moonpool.core.vocabulary import BlockKey, KeySpaceId, NodePeer, PartId, PartKind, Peer, RequestId
+from moonpool.core.state import BlocksPage, BlockState, ConductorState, HotPrefix, PrefixCopy, describe
+from moonpool.core.vocabulary import BlockKey, Chain, KeySpaceId, NodePeer, PartId, PartKind, Peer, RequestId
 from moonpool.core.why import Waiting, Weighing
 
 __all__ = ["Conductor", "ConductorConfig", "Decisions"]
@@ -74,6 +74,10 @@ class Conductor:
     def weighings(self, request: RequestId) -> tuple[Weighing, ...]:
         """What was weighed when it was placed or refused; a memory of the most recent requests."""
         return self._attempts.why.weighings(request, self._config)
+
+    def weighing(self, request: RequestId, after: float) -> Weighing | None:
+        """The last of them, if it was later than `after`."""
+        return self._attempts.why.newest(request, self._config, after)
 
     def waitings(self, request: RequestId) -> tuple[Waiting, ...]:
         """Why it was held."""
@@ -129,6 +133,18 @@ class Conductor:
             ),
             following,
         )
+
+    def hottest(self, most: int, now: float) -> tuple[HotPrefix, ...]:
+        """What the prompts that were placed last begin with, and where that is."""
+        found = []
+        for space, keys, uses, used_at in self._attempts.sweeper.hottest(most):
+            chain = Chain(space.id, keys)
+            runs = self._directory.match(chain)
+            slow = self._directory.slow_blocks(chain, runs)
+            copies = tuple(PrefixCopy(node, blocks, slow.get(node, 0)) for node, blocks in runs.items())
+            tokens = len(keys) * space.block_tokens
+            found.append(HotPrefix(keys[-1].hex(), len(keys), tokens, uses, now - used_at, copies))
+        return tuple(found)
 
     def parts(self) -> tuple[Peer, ...]:
         """Who is there now, in order of registration."""

@@ -1,8 +1,10 @@
-"""The prompts that were placed last, and which of their blocks no other of them has."""
+"""The prompts that were placed last: which of their blocks no other of them has, and what many of them begin with."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
+from itertools import islice
 from typing import NamedTuple
 
 from moonpool.core.vocabulary import BLOCK_KEY_BYTES, BlockKey, KeySpace
@@ -10,6 +12,10 @@ from moonpool.core.vocabulary import BLOCK_KEY_BYTES, BlockKey, KeySpace
 PROMPTS_REMEMBERED = 2048
 BLOCKS_REMEMBERED = 1 << 17
 BLOCKS_CHECKED = 20_000
+PROMPTS_COMPARED = 256
+"""The newest, for the hottest prefixes."""
+MOST_FORKS = 16
+"""Of one prompt, from its beginning on: where some of the others that begin alike leave it."""
 
 
 class Prompt(NamedTuple):
@@ -17,6 +23,19 @@ class Prompt(NamedTuple):
     keys: tuple[BlockKey, ...]
     """At least one."""
     used_at: float
+    times: int = 1
+    """That it was placed since it is remembered."""
+
+
+class Prefix(NamedTuple):
+    """What several prompts begin with."""
+
+    space: KeySpace
+    keys: tuple[BlockKey, ...]
+    uses: int
+    """Placements of the compared prompts that begin with it."""
+    used_at: float
+    """The last of them."""
 
 
 class RecentPrompts:
@@ -30,8 +49,11 @@ class RecentPrompts:
 
     def used(self, prompt: Prompt) -> None:
         last = prompt.keys[-1]
-        if self._prompts.pop(last, None) is None:
+        before = self._prompts.pop(last, None)
+        if before is None:
             self._count(prompt.keys)
+        else:
+            prompt = prompt._replace(times=before.times + prompt.times)
         self._prompts[last] = prompt
         while len(self._prompts) > PROMPTS_REMEMBERED or (
             len(self._uses) > BLOCKS_REMEMBERED and len(self._prompts) > 1
@@ -48,6 +70,39 @@ class RecentPrompts:
             first -= 1
         return first
 
+    def hottest(self, most: int) -> list[Prefix]:
+        """Of the newest PROMPTS_COMPARED: the prefixes that spared most blocks, the first one first.
+
+        What lies on the way to another prompt's best prefix counts once: of each prompt only its best one is named.
+        """
+        prompts = list(islice(reversed(self._prompts.values()), PROMPTS_COMPARED))
+        forks = [self._forks(prompt) for prompt in prompts]
+        uses: dict[BlockKey, int] = {}
+        for prompt, ends in zip(prompts, forks, strict=True):
+            for end in ends:
+                last = prompt.keys[end - 1]
+                uses[last] = uses.get(last, 0) + prompt.times
+        best: dict[BlockKey, Prefix] = {}
+        for prompt, ends in zip(prompts, forks, strict=True):
+            shared = [end for end in ends if uses[prompt.keys[end - 1]] > 1]
+            if shared:
+                end = max(shared, key=lambda end: (uses[prompt.keys[end - 1]] - 1) * end)
+                last = prompt.keys[end - 1]
+                best.setdefault(last, Prefix(prompt.space, prompt.keys[:end], uses[last], prompt.used_at))
+        return sorted(best.values(), key=lambda p: (-(p.uses - 1) * len(p.keys), p.keys[-1]))[:most]
+
+    def _forks(self, prompt: Prompt) -> list[int]:
+        """After how many blocks other prompts leave it, the first MOST_FORKS; or it ends.
+
+        The uses of its blocks never rise along it, for a key stands for all before it.
+        """
+        uses, keys, end = self._uses, prompt.keys, 0
+        ends: list[int] = []
+        while end < len(keys) and len(ends) < MOST_FORKS:
+            end = bisect_left(keys, 1 - uses[keys[end]], lo=end, key=lambda key: -uses[key])
+            ends.append(end)
+        return ends
+
     def forget(self, prompt: Prompt) -> None:
         del self._prompts[prompt.keys[-1]]
         uses = self._uses
@@ -59,14 +114,14 @@ class RecentPrompts:
 
     def to_plain(self) -> object:
         """Keys in one string a prompt: the Conductor stands still while this is made."""
-        return [(prompt.space, b"".join(prompt.keys), prompt.used_at) for prompt in self._prompts.values()]
+        return [(p.space, b"".join(p.keys), p.used_at, p.times) for p in self._prompts.values()]
 
     @classmethod
-    def from_plain(cls, plain: list[tuple[KeySpace, bytes, float]]) -> RecentPrompts:
+    def from_plain(cls, plain: list[tuple[KeySpace, bytes, float, int]]) -> RecentPrompts:
         recent, size = cls(), BLOCK_KEY_BYTES
-        for space, joined, used_at in plain:
+        for space, joined, used_at, times in plain:
             keys = tuple([BlockKey(joined[at : at + size]) for at in range(0, len(joined), size)])
-            recent.used(Prompt(space, keys, used_at))
+            recent.used(Prompt(space, keys, used_at, times))
         return recent
 
     def _count(self, keys: tuple[BlockKey, ...]) -> None:

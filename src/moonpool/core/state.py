@@ -6,6 +6,7 @@ from msgspec import Struct, structs
 
 from moonpool.core.directory import Directory
 from moonpool.core.fleet import Fleet, Part
+from moonpool.core.outlook import step_of
 from moonpool.core.requests import Phase, Requests
 from moonpool.core.settings import ConductorConfig, Decisions
 from moonpool.core.vocabulary import Capacity, KeySpace, PartKind, Slo
@@ -40,6 +41,8 @@ class PartState(Struct, frozen=True, omit_defaults=True):
     """Requests that the Conductor has placed there and that are not over."""
     queue_seconds: float | None = None
     """Prefill: predicted until its queue is computed."""
+    step_seconds: float | None = None
+    """Decode: predicted of a step with all that are assigned there."""
     committed_pages: int | None = None
     """Decode: pages booked for the requests assigned there."""
     cost: tuple[float, float, float] | None = None
@@ -97,6 +100,31 @@ class BlockState(Struct, frozen=True):
     dram: tuple[str, ...]
     """Nodes that have it there."""
     ssd: tuple[str, ...]
+
+
+class PrefixCopy(Struct, frozen=True):
+    """What a node has of a prefix."""
+
+    node: str
+    blocks: int
+    """From its first one on."""
+    ssd_blocks: int
+    """Those of them that are on its SSD only."""
+
+
+class HotPrefix(Struct, frozen=True):
+    """What several of the prompts that were placed last begin with."""
+
+    key: str
+    """Hex, of its last block."""
+    blocks: int
+    tokens: int
+    uses: int
+    """Placements that begin with it."""
+    seconds_ago: float
+    """Since the last of them."""
+    copies: tuple[PrefixCopy, ...]
+    """The longest first."""
 
 
 class BlocksPage(Struct, frozen=True):
@@ -163,6 +191,7 @@ def _part(part: Part, fleet: Fleet, directory: Directory, now: float) -> PartSta
                 pages_free=reported.pages_free,
                 context_tokens=reported.context_tokens,
                 assigned=len(decode.assigned),
+                step_seconds=step_of(decode),
                 committed_pages=decode.committed_pages,
                 cost=decode.cost.fit.coefficients,
             )
@@ -173,6 +202,7 @@ def _part(part: Part, fleet: Fleet, directory: Directory, now: float) -> PartSta
                 pages_free=reported.pages_free,
                 context_tokens=reported.context_tokens,
                 assigned=len(decode.assigned),
+                step_seconds=step_of(decode),
                 committed_pages=decode.committed_pages,
                 queue_seconds=prefill.seconds(now),
                 cost=(*prefill.cost.fit.coefficients, *decode.cost.fit.coefficients),

@@ -21,7 +21,7 @@ from moonpool.core.choice import Choice
 from moonpool.core.cost import TransferCost
 from moonpool.core.directory import Directory, IndexHealth
 from moonpool.core.fleet import Fleet, NodeLoad
-from moonpool.core.recent import Prompt, RecentPrompts
+from moonpool.core.recent import Prefix, Prompt, RecentPrompts
 from moonpool.core.replication import ORDER_SECONDS
 from moonpool.core.settings import Decisions
 from moonpool.core.vocabulary import BlockKey, Chain, KeySpace, PartId, Tier
@@ -61,6 +61,10 @@ class Sweeper:
             if choice.fetch_seconds > (1.0 + SLOW) * alone:
                 self._slow[keys[hit - 1]] = Prompt(space, keys[:hit], now)
         self._recent.used(Prompt(space, keys, now))
+
+    def hottest(self, most: int) -> list[Prefix]:
+        """Of the prompts that were placed last: what spared most blocks, first."""
+        return self._recent.hottest(most)
 
     def sweep(self, now: float) -> None:
         """To be called whenever time has passed."""

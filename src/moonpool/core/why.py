@@ -164,6 +164,13 @@ class Why:
         notes = self._notes.get(id_)
         return tuple(_weighing(each, config) for each in notes.weighed) if notes is not None else ()
 
+    def newest(self, id_: RequestId, config: ConductorConfig, after: float) -> Weighing | None:
+        """The last one, unless it is not later than `after` or nothing is kept: then nothing is worked out."""
+        notes = self._notes.get(id_)
+        if notes is None or not notes.weighed or notes.weighed[-1].at <= after:
+            return None
+        return _weighing(notes.weighed[-1], config)
+
     def waitings(self, id_: RequestId) -> tuple[Waiting, ...]:
         notes = self._notes.get(id_)
         return tuple(notes.waits) if notes is not None else ()

@@ -18,6 +18,8 @@ TENANT = "moonpool.tenant"
 OPEN = frozenset({"/health", "/ready", "/version", "/metrics"})
 """For load balancers and Prometheus; nothing there tells of single tenants."""
 CLUSTER = "/cluster"
+DASHBOARD = "/dashboard"
+"""Files of the package; what they show is below CLUSTER."""
 
 
 class Access:
@@ -28,7 +30,7 @@ class Access:
 
     async def admit(self, method: str, path: str, headers: Headers) -> Tenant:
         """Whose request it is. Raises ApiError (401, 403, 503)."""
-        if path in OPEN or self._keyring is None:
+        if path in OPEN or _is_below(DASHBOARD, path) or self._keyring is None:
             tenant = self._anyone
         else:
             tenant = await self._keyring.tenant_of(headers.getlist("authorization"))
@@ -40,7 +42,11 @@ class Access:
 
 
 def is_of_cluster(path: str) -> bool:
-    return path == CLUSTER or path.startswith(CLUSTER + "/")
+    return _is_below(CLUSTER, path)
+
+
+def _is_below(base: str, path: str) -> bool:
+    return path == base or path.startswith(base + "/")
 
 
 def _needs_admin(id_: str) -> str:

@@ -21,7 +21,9 @@ from moonpool.gateway.access import TENANT, Access
 from moonpool.gateway.caching.pages import PATH as CACHING
 from moonpool.gateway.caching.pages import CachingPages
 from moonpool.gateway.completions import Completions, Desk
+from moonpool.gateway.dashboard import dashboard
 from moonpool.gateway.front import Front
+from moonpool.gateway.live import Board
 from moonpool.gateway.meters import Meters
 from moonpool.gateway.presence import unless, until_gone
 from moonpool.gateway.problem import ApiError, invalid
@@ -52,6 +54,8 @@ def make_app(desk: Desk, meters: Meters, registry: Registry | None = None) -> AS
         "/cluster/requests/{request:path}": pages.request,
         "/cluster/blocks": pages.blocks,
         "/cluster/keys": pages.keys,
+        "/cluster/live": Board(desk, meters).page,
+        **dashboard(),
         "/v1/models": pages.models,
         "/v1/models/{model:path}": pages.model,
     }

@@ -25,6 +25,7 @@ from moonpool.errors import PeerUnavailableError
 from moonpool.gateway.fleet import FleetView
 from moonpool.gateway.generation import Cancelled, Completed, Ending, Generation, Job, Refused
 from moonpool.gateway.meters import Meters
+from moonpool.gateway.outcomes import Outcomes
 from moonpool.wire.link import Link
 from moonpool.wire.membership import Absences, Books, Membership
 from moonpool.wire.messages import (
@@ -71,7 +72,10 @@ class Cluster:
             "resubmissions": 0,
             "rejected": 0,
             "cancelled": 0,
+            "prompt_tokens": 0,
+            "cached_tokens": 0,
         }
+        self.outcomes = Outcomes()
 
     async def run(self) -> None:
         """Join, then listen until cancelled. Raises ConfigError where no Conductor answers."""
@@ -98,6 +102,13 @@ class Cluster:
     @property
     def waiting(self) -> int:
         return sum(g.place is None for g in self._live.values())
+
+    def waits(self) -> tuple[float, float]:
+        """Seconds that the one which waits longest has waited for its first token, and another for its next."""
+        now = asyncio.get_running_loop().time()
+        first = [now - g.job.arrived for g in self._live.values() if not g.output]
+        following = [now - g.last_token_at for g in self._live.values() if g.output]
+        return max(first, default=0.0), max(following, default=0.0)
 
     def submit(self, job: Job, changed: Callable[[], None]) -> Generation:
         self._requests += 1
@@ -131,9 +142,9 @@ class Cluster:
         self._link.post(generation.place.decode, Stop(generation.request, generation.attempt))
         self._end(generation, Completed("stop"))
 
-    async def describe(self, request: str = "", blocks_after: str | None = None) -> bytes:
+    async def describe(self, request: str = "", blocks_after: str | None = None, live: bool = False) -> bytes:
         """The Conductor's state, a JSON document; or what it knows of one request, by its id or its x-request-id; or a
-        page of the blocks in the pool.
+        page of the blocks in the pool. `live`: the state with what the dashboard shows beside it.
 
         Raises PeerUnavailableError within DESCRIBE_SECONDS.
         """
@@ -144,7 +155,7 @@ class Cluster:
         try:
             async with asyncio.timeout(DESCRIBE_SECONDS):
                 await self._link.send(
-                    self._membership.conductor, Describe(self._link.me, serial, request, blocks_after)
+                    self._membership.conductor, Describe(self._link.me, serial, request, blocks_after, live)
                 )
                 return await answer
         except TimeoutError:
@@ -289,16 +300,24 @@ class Cluster:
         if not generation.output:
             prompt = len(generation.job.prompt)
             generation.cached_tokens = min(token.cached_tokens or 0, prompt)
+            generation.first_token_at = now
+            self.outcomes.began(generation)
+            self.totals["prompt_tokens"] += prompt
+            self.totals["cached_tokens"] += generation.cached_tokens
             meters.ttft.observe(now - generation.job.arrived)
             meters.prompt_tokens.inc(prompt)
             meters.prefix_queries.inc(prompt)
             meters.prefix_hits.inc(generation.cached_tokens)
         else:
-            meters.tbt.observe(now - generation.last_token_at)
+            gap = now - generation.last_token_at
+            generation.gaps.append(gap)
+            meters.tbt.observe(gap)
             if token.cached_tokens is not None and not generation.begin:
                 # An external instance knows it for certain at the end only.
                 cached = min(token.cached_tokens, len(generation.job.prompt))
-                meters.prefix_hits.inc(max(cached - generation.cached_tokens, 0))
+                more = max(cached - generation.cached_tokens, 0)
+                self.totals["cached_tokens"] += more
+                meters.prefix_hits.inc(more)
                 generation.cached_tokens = cached
         generation.last_token_at = now
         generation.output.append(token.token)
@@ -318,6 +337,7 @@ class Cluster:
             self._tell_cancelled(place.request, "it has ended")
         elif place.attempt == generation.attempt and generation.place is None:
             generation.place, generation.known_to = place, self._membership.conductor.incarnation
+            generation.priority = place.priority
             self._spawn(self._order(generation, place))
 
     async def _order(self, generation: Generation, place: Place) -> None:
@@ -408,6 +428,7 @@ class Cluster:
             generation.timer.cancel()
         generation.ending = ending
         generation.ahead.clear()
+        self.outcomes.ended(generation, asyncio.get_running_loop().time())
         if isinstance(ending, Completed):
             self._meters.succeeded(ending.reason)
             self._meters.e2e.observe(asyncio.get_running_loop().time() - generation.job.arrived)

@@ -24,7 +24,7 @@ LABEL = "moonpool.label"
 """Key of the request's id in the ASGI scope."""
 SUMMARY = "moonpool.summary"
 """Key of what an endpoint adds to the request's log line."""
-_QUIET = frozenset({"/health", "/ready", "/metrics", "/cluster"})
+_QUIET = frozenset({"/health", "/ready", "/metrics", "/cluster", "/cluster/live"})
 """Asked for again and again by machines: no news."""
 _PRIVATE = ("/cluster", "/v1/caching")
 """What a page of another site must not read either, by a name of its own for this host."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -74,7 +75,12 @@ class Generation:
     """By position, of the current attempt: the decode worker's connection may be quicker than the prefill worker's."""
     cached_tokens: int = 0
     """Of the prompt, in the attempt that gave the first token."""
+    first_token_at: float = 0.0
     last_token_at: float = 0.0
+    gaps: array[float] = field(default_factory=lambda: array("d"))
+    """Seconds between its tokens."""
+    priority: str = ""
+    """The class it was placed in."""
     ending: Ending | None = None
     timer: asyncio.TimerHandle | None = None
 

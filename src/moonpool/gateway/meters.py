@@ -87,6 +87,14 @@ class Meters:
     def answered(self, path: str, status: int) -> None:
         self._http.labels(path, str(status)).inc()
 
+    def statuses(self) -> dict[str, float]:
+        """HTTP answers by status, of all paths."""
+        return _by("status", self._http)
+
+    def refusals(self) -> dict[str, float]:
+        """By reason."""
+        return _by("reason", self._rejected)
+
     def page(self, parts: Iterable[tuple[str, str, dict[str, float]]] = ()) -> bytes:
         """The text of /metrics. `parts`: id, kind and counters of the cluster's parts."""
         return generate_latest(self._registry) + _parts_page(parts)
@@ -100,6 +108,16 @@ class Meters:
     def _histogram(self, name: str, help_text: str) -> Histogram:
         every = Histogram(f"moonpool:{name}", help_text, ["model_name"], registry=self._registry, buckets=SECONDS)
         return every.labels(self._model)
+
+
+def _by(label: str, counter: Counter) -> dict[str, float]:
+    """Its values, added up for each value of the label."""
+    found: dict[str, float] = {}
+    for sample in (sample for metric in counter.collect() for sample in metric.samples):
+        if sample.name.endswith("_total"):
+            name = sample.labels[label]
+            found[name] = found.get(name, 0.0) + sample.value
+    return found
 
 
 def _parts_page(parts: Iterable[tuple[str, str, dict[str, float]]]) -> bytes:

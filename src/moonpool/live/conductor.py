@@ -18,6 +18,7 @@ from moonpool.core import events as ev
 from moonpool.core.conductor import Conductor, ConductorConfig
 from moonpool.core.state import BlockState
 from moonpool.core.vocabulary import BlockKey, KeySpaceId, NodePeer, PartId, Peer, RequestId
+from moonpool.live.decided import Decisions
 from moonpool.live.kv_events.publisher import KvPublisher
 from moonpool.live.kv_events.schema import hash_of
 from moonpool.live.kv_events.stream import StreamConfig
@@ -36,6 +37,7 @@ BLOCKS_A_PAGE = 4096
 """Of /cluster/blocks, and what one shard of the directory has more."""
 RECENT_REQUESTS = 16
 """In /cluster, with what decided their fate."""
+HOTTEST_PREFIXES = 8
 
 
 async def run_conductor(
@@ -79,6 +81,7 @@ class _Driver:
         self._recorder = recorder
         self._publisher = publisher
         self._stories = Stories()
+        self._decided = Decisions()
         self._books = Books(conductor.check_integrity)
         self._changed = True
         """Something has happened since the books were checked."""
@@ -122,17 +125,20 @@ class _Driver:
             if body.blocks_after is not None:
                 state = self.blocks(body.blocks_after)
             else:
-                state = self.stories(body.request) if body.request else self.describe()
+                state = self.stories(body.request) if body.request else self.describe(body.live)
             self._link.post(body.to, Description(body.serial, state))
         elif isinstance(body, Locate):
             self._link.post(body.to, Located.of(body.serial, self._conductor.holders(body.space, body.unpacked())))
         else:
             log.warning("%s from %s is nothing for a Conductor, dropped", type(body).__name__, envelope.sender.id)
 
-    def describe(self) -> bytes:
-        """The body of GET /cluster: `core.state.ConductorState` as JSON, with the counters of its parts."""
+    def describe(self, live: bool) -> bytes:
+        """The body of GET /cluster: `core.state.ConductorState` as JSON, with the counters of its parts.
+
+        `live`: what the dashboard shows beside it in place of `recent`; asked for every second, it checks no books.
+        """
         state = self._conductor.describe(self._clock())
-        if self._changed and not any(state.requests.values()):
+        if self._changed and not live and not any(state.requests.values()):
             self._changed = False
             self._books.audit()
         counters = {
@@ -145,8 +151,13 @@ class _Driver:
             counters["conductor"] |= self._recorder.counters()
         if self._publisher is not None:
             counters["conductor"] |= self._publisher.counters()
-        recent = self._stories.latest(RECENT_REQUESTS, self._clock())
-        return msgspec.json.encode(msgspec.structs.asdict(state) | {"counters": counters, "recent": recent})
+        now, more = self._clock(), dict[str, object]()
+        if live:
+            more["decided"] = self._decided.look(self._stories, self._conductor, now)
+            more["prefixes"] = self._conductor.hottest(HOTTEST_PREFIXES, now)
+        else:
+            more["recent"] = self._stories.latest(RECENT_REQUESTS, now)
+        return msgspec.json.encode(msgspec.structs.asdict(state) | {"counters": counters} | more)
 
     def stories(self, request: str) -> bytes:
         """Of this request, or of those with this x-request-id: JSON, an empty list where none is remembered."""

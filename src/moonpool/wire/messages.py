@@ -142,6 +142,8 @@ class Describe(Struct, frozen=True, tag=True):
     """Not of the cluster but of this request, or of those of this x-request-id."""
     blocks_after: str | None = None
     """Not of the cluster but a page of the blocks in the pool, from here on; empty: the first."""
+    live: bool = False
+    """Beside the state what the dashboard shows: what was weighed for the newest requests, the hottest prefixes."""
 
 
 class Description(Struct, frozen=True, tag=True):
