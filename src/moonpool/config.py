@@ -136,7 +136,9 @@ class FrontConfig(Struct, frozen=True):
     ] = None
     caching_quota: Annotated[
         Annotated[int, Meta(ge=0, le=1 << 40)] | None,
-        Meta(description="most tokens that the cached contexts of one API key may pin together (default: no limit)"),
+        Meta(
+            description="most tokens that the cached contexts of one API key, or its group, may pin (default: no limit)"
+        ),
     ] = None
 
 

@@ -293,9 +293,13 @@ def test_a_key_sees_its_own_contexts_only_and_they_end_with_it(opened: Open, tmp
             assert (await s.order()).salt == "derived"
             assert (await s.client.get(f"{s.url}/v1/caching")).status_code == 401
             assert len(list((tmp_path / "caching").glob("*.json"))) == 2
+            successor = make_key(path, group=yours)
             revoke(path, keys[0])
+            revoke(path, keys[1])
             await until(lambda: [h.context.id for h in s.gateway.keeper.book] == [id_of(2)])
             await until(lambda: len(list((tmp_path / "caching").glob("*.json"))) == 1)
+            kept = await s.client.get(f"{s.url}/v1/caching/{id_of(2)}", headers=bearer(successor))
+            assert kept.status_code == 200, "contexts outlive the change of a key"
 
     run(test())
 

@@ -18,6 +18,7 @@ import pytest
 
 from moonpool.bench.cluster import RunningCluster, free_port, running_cluster
 from moonpool.engine.timed import reference_tokens
+from tests.keys import bearer, make_key
 from tests.live.kit import (
     BLOCK,
     HANG,
@@ -232,6 +233,29 @@ def test_a_client_that_leaves_while_its_context_is_made_leaves_nothing(smollm2: 
         eventually(lambda: pinned(cluster) == 0, "nothing is pinned")
         audit(cluster)
         assert gateway_counts(cluster)["cached_contexts"] == 0
+
+
+def test_a_context_is_its_keys_alone(smollm2: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    mine, yours = bearer(make_key(keys)), bearer(make_key(keys))
+    with running_cluster(*SMALL, *OFF, "--keys", str(keys)) as cluster:
+
+        def post(path: str, body: dict[str, object], headers: dict[str, str]) -> httpx.Response:
+            return httpx.post(cluster.url + path, json=body, headers=headers, timeout=HANG)
+
+        made = post("/v1/caching", {"prompt": PREFIX}, mine).json()
+        assert (made["status"], made["pinned_tokens"]) == ("ready", PINNED)
+        rest: dict[str, object] = {"prompt": TAIL, "max_tokens": OUTPUT, "temperature": 0, "return_token_ids": True}
+        whole = rest | {"prompt": [*PREFIX, *TAIL]}
+        by_name = post("/v1/completions", rest, mine | {"x-moonpool-cache": made["id"]}).json()
+        in_full = post("/v1/completions", whole, mine).json()
+        foreign = post("/v1/completions", whole, yours).json()
+        wanted = reference_tokens([*PREFIX, *TAIL], OUTPUT)
+        assert [output_ids(answer) for answer in (by_name, in_full, foreign)] == [wanted] * 3
+        assert cached_tokens(by_name) >= PINNED
+        assert cached_tokens(in_full) >= PINNED
+        assert cached_tokens(foreign) == 0
+        assert post("/v1/completions", rest, yours | {"x-moonpool-cache": made["id"]}).status_code == 404
 
 
 # ---- when parts die

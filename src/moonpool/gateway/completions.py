@@ -81,7 +81,7 @@ class Completions:
             try:
                 intended = await unless(watch, self._intend(body, tenant, cache))
                 if intended.cache is not None:
-                    desk.keeper.extend(intended.cache, tenant.rights.id)
+                    desk.keeper.extend(intended.cache, tenant.rights.group)
                 exchange.check_client()
                 booking.extend(len(intended.prompts) - 1)
                 use.admit([len(prompt.tokens) for prompt in intended.prompts])

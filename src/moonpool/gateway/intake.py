@@ -194,7 +194,7 @@ class Intake:
         if len(ids) >= context_tokens:
             raise beyond_context(where, len(ids), context_tokens)
         context = Context(
-            owner=tenant.rights.id,
+            owner=tenant.rights.group,
             model=self._limits.model,
             vocabulary=self._limits.vocabulary,
             name=new.name,
@@ -230,7 +230,7 @@ class Intake:
 
     def _begin_with(self, cache: Reference, tenant: Tenant, given: Ask, ask: Ask) -> tuple[Context, Ask]:
         """The context, and `ask` with its salt: else its blocks would not be found. `given`: what the request had."""
-        context = self._find(cache.id, tenant.rights.id).context
+        context = self._find(cache.id, tenant.rights.group).context
         if given.salt and ask.salt != context.salt:
             raise invalid("cache_salt", "cache_salt is not that of the cached context: leave it out, it has its own")
         return context, replace(ask, salt=context.salt)

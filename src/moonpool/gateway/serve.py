@@ -166,8 +166,8 @@ class Gateway:
             self.keyring.check_integrity()
 
     def _is_owner(self, owner: str) -> bool:
-        """Of cached contexts: those of a key that was revoked end with it."""
-        return self.keyring is None or not owner or self.keyring.has(owner)
+        """Of cached contexts: they end with the last key of their group."""
+        return self.keyring is None or not owner or self.keyring.has_group(owner)
 
     def _keyring(self, config: GatewayConfig) -> Keyring | None:
         keys = check_keys(config.keys, config.host)

@@ -37,7 +37,7 @@ class CachingPages:
 
     async def one(self, request: Request) -> Response:
         """GET, PATCH (or PUT, as elsewhere), DELETE."""
-        keeper, owner, id_ = self._desk.keeper, _begin(request).rights.id, request.path_params["context"]
+        keeper, owner, id_ = self._desk.keeper, _begin(request).rights.group, request.path_params["context"]
         match request.method:
             case "PATCH" | "PUT":
                 with await self._desk.bodies.read(request.headers, request.receive) as body:
@@ -87,7 +87,7 @@ class CachingPages:
             raise
 
     async def _list(self, request: Request) -> Response:
-        own = self._desk.keeper.book.of(_begin(request).rights.id)
+        own = self._desk.keeper.book.of(_begin(request).rights.group)
         limit, after = request.query_params.get("limit", str(DEFAULT_LISTED)), request.query_params.get("after")
         if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MOST_LISTED):
             raise invalid("limit", f"limit must be a whole number from 1 to {MOST_LISTED}")

@@ -44,6 +44,7 @@ class Keyring:
         self._meters = meters
         self._checks = Checks()
         self._known: dict[str, _Known] = {}
+        self._groups: set[str] = set()
         self._secret = ""
         self.fault = ""
         """Why the file cannot be read; meanwhile the keys of before stay."""
@@ -53,9 +54,9 @@ class Keyring:
     def count(self) -> int:
         return len(self._known)
 
-    def has(self, id_: str) -> bool:
-        """Whether there is a key of this id."""
-        return id_ in self._known
+    def has_group(self, group: str) -> bool:
+        """Whether there is a key in it."""
+        return group in self._groups
 
     async def run(self) -> None:
         """Follow the file until cancelled."""
@@ -149,6 +150,7 @@ class Keyring:
             self._known[key.id] = before.pop(key.id)
         for known in before.values():
             known.tenant.revoke()
+        self._groups = {known.tenant.rights.group for known in self._known.values()}
         if lacking:
             log.warning("priority classes that are not configured are named by API keys %s", _some(lacking))
         if before:
@@ -160,6 +162,7 @@ class Keyring:
         group = key.group or key.id
         return Rights(
             id=key.id,
+            group=group,
             may_look=key.admin,
             may_change=key.admin,
             classes=classes,

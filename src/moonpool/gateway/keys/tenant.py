@@ -22,6 +22,8 @@ SALT_CHARS = 32
 class Rights(Struct, frozen=True):
     id: str = ""
     """Of the key; empty where none is asked for."""
+    group: str = ""
+    """Whose KVCache and cached contexts it uses: its own id where it was put into no group."""
     may_look: bool = False
     """At the cluster."""
     may_change: bool = False
