@@ -31,7 +31,6 @@ from tests.live.kit import (
     output_ids,
     pid_of,
     random_prompt,
-    total,
 )
 from tests.live.parts import Parts, separate_parts
 
@@ -106,10 +105,14 @@ def kill(cluster: RunningCluster, part: str) -> None:
     os.kill(pid_of(cluster, part), signal.SIGKILL)
 
 
-def pinned(cluster: RunningCluster) -> float:
-    """Blocks at the only node, as it says itself: what `/cluster` shows is a second old."""
+def at_node(cluster: RunningCluster, name: str) -> float:
+    """A counter of the only node, as it says itself: what `/cluster` shows is a second old."""
     with node_client(cluster, "node-0") as client:
-        return client.stats().result(HANG)["pins"]
+        return client.stats().result(HANG)[name]
+
+
+def pinned(cluster: RunningCluster) -> float:
+    return at_node(cluster, "pins")
 
 
 def gateway_counts(cluster: RunningCluster) -> dict[str, Any]:
@@ -205,7 +208,7 @@ def test_the_quota_and_the_share_are_kept(smollm2: Path) -> None:
         assert refusal(cluster, random_prompt(25 * BLOCK, seed=63)) == (429, "caching_quota_exceeded")
         assert refusal(cluster, random_prompt(2 * BLOCK, seed=60)) == (429, "caching_full")
         assert refusal(cluster, random_prompt(17 * BLOCK, seed=61)) == (400, "context_too_large")
-        assert total(cluster, "pinned_bytes") == total(cluster, "pinnable_bytes") == DRAM * (32 << 10) / 4
+        assert at_node(cluster, "pinned_bytes") == at_node(cluster, "pinnable_bytes") == DRAM * (32 << 10) / 4
         # Others have the rest of it: a prompt of more blocks than are left is none the less served.
         long = random_prompt(24 * BLOCK, seed=62)
         assert output_ids(complete(cluster, long, OUTPUT)) == reference_tokens(long, OUTPUT)
@@ -270,7 +273,7 @@ def test_a_context_survives_its_node(smollm2: Path, tier: tuple[str, ...]) -> No
     with running_cluster(*SMALL, *OFF, *tier) as cluster:
         id_ = cache(cluster)["id"]
         if tier:
-            eventually(lambda: total(cluster, "ssd_blocks") == 6, "its blocks are on the SSD")
+            eventually(lambda: at_node(cluster, "ssd_blocks") == 6, "its blocks are on the SSD")
         kill(cluster, "node-0")
         eventually(lambda: not is_ready(cluster, id_), "it is missed")
         eventually(lambda: is_ready(cluster, id_), "it is pinned again")
@@ -278,7 +281,7 @@ def test_a_context_survives_its_node(smollm2: Path, tier: tuple[str, ...]) -> No
         cluster.wait_ready()
         again = gateway_counts(cluster)["contexts_computed_again"]
         assert again == (0 if tier else 1)
-        assert total(cluster, "ssd_promotions") == (6 if tier else 0)
+        assert at_node(cluster, "ssd_promotions") == (6 if tier else 0)
         flush(cluster)
         check_used(cluster, id_)
         audit(cluster)
