@@ -256,7 +256,7 @@ def test_a_key_that_is_revoked_while_a_body_comes_begins_nothing(opened: Open, p
             late = asyncio.create_task(s.client.post(s.url + "/v1/completions", content=body(), headers=headers))
             keyring = s.gateway.keyring
             assert keyring is not None
-            await until(lambda: keyring.usage()[0]["requests"] == 2)
+            await until(lambda: keyring.usage()[0].requests == 2)
             await asyncio.to_thread(revoke, path, key)
             await until(lambda: not keyring.count)
             door.set()
@@ -473,7 +473,7 @@ def test_streams_at_one_time(opened: Open, path: Path) -> None:
             gone = asyncio.create_task(complete(s, key, ["a", "b"], max_tokens=9))
             await s.order(7)
             gone.cancel()
-            await until(lambda: not any(each["streams"] for each in s.gateway.keyring.usage()))  # type: ignore[union-attr]
+            await until(lambda: not any(each.streams for each in s.gateway.keyring.usage()))  # type: ignore[union-attr]
 
     run(test())
 

@@ -15,8 +15,8 @@ from moonpool.gateway.problem import ApiError
 
 TENANT = "moonpool.tenant"
 """Key of the request's tenant in the ASGI scope."""
-OPEN = frozenset({"/health", "/ready", "/version", "/metrics"})
-"""For load balancers and Prometheus; nothing there tells of single tenants."""
+OPEN = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json"})
+"""For load balancers, Prometheus and tools; nothing there tells of single tenants."""
 CLUSTER = "/cluster"
 DASHBOARD = "/dashboard"
 """Files of the package; what they show is below CLUSTER."""
@@ -30,7 +30,7 @@ class Access:
 
     async def admit(self, method: str, path: str, headers: Headers) -> Tenant:
         """Whose request it is. Raises ApiError (401, 403, 503)."""
-        if path in OPEN or _is_below(DASHBOARD, path) or self._keyring is None:
+        if is_open(path) or self._keyring is None:
             tenant = self._anyone
         else:
             tenant = await self._keyring.tenant_of(headers.getlist("authorization"))
@@ -39,6 +39,11 @@ class Access:
             if not (rights.may_look if only_looks else rights.may_change):
                 raise ApiError(403, _needs_admin(rights.id), code="admin_key_required")
         return tenant
+
+
+def is_open(path: str) -> bool:
+    """To anyone, without a key."""
+    return path in OPEN or _is_below(DASHBOARD, path)
 
 
 def is_of_cluster(path: str) -> bool:

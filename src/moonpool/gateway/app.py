@@ -13,10 +13,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp
 
 from moonpool.core.vocabulary import PartKind
 from moonpool.errors import PeerUnavailableError
+from moonpool.gateway import shown
 from moonpool.gateway.access import TENANT, Access
 from moonpool.gateway.caching.pages import PATH as CACHING
 from moonpool.gateway.caching.pages import CachingPages
@@ -25,6 +25,8 @@ from moonpool.gateway.dashboard import dashboard
 from moonpool.gateway.front import Front
 from moonpool.gateway.live import Board
 from moonpool.gateway.meters import Meters
+from moonpool.gateway.openapi.document import PATH as OPENAPI
+from moonpool.gateway.openapi.document import document
 from moonpool.gateway.presence import unless, until_gone
 from moonpool.gateway.problem import ApiError, invalid
 from moonpool.gateway.registry import InstancePages, Registry
@@ -40,7 +42,7 @@ POSTS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
 INSTANCES = "/cluster/instances"
 
 
-def make_app(desk: Desk, meters: Meters, registry: Registry | None = None) -> ASGIApp:
+def make_app(desk: Desk, meters: Meters, registry: Registry | None = None) -> Front:
     """The gateway as an ASGI application. `registry`: of external instances, where it serves from such."""
     pages = Pages(desk, meters)
     caching = CachingPages(desk)
@@ -49,6 +51,7 @@ def make_app(desk: Desk, meters: Meters, registry: Registry | None = None) -> AS
         "/health": pages.health,
         "/ready": pages.ready,
         "/version": pages.version,
+        OPENAPI: pages.openapi,
         "/metrics": pages.metrics,
         "/cluster": pages.cluster,
         "/cluster/requests/{request:path}": pages.request,
@@ -82,19 +85,23 @@ class Pages:
         self._desk = desk
         self._meters = meters
         self._created = int(time.time())
+        self._document = document(desk.intake.limits, version())
 
     async def health(self, request: Request) -> Response:
-        return _json({"status": "ok"})
+        return _json(shown.Health())
 
     async def ready(self, request: Request) -> Response:
         lacks = self._desk.cluster.fleet.lacks
-        return _json({"ready": True}) if lacks is None else _json({"ready": False, "reason": lacks}, 503)
+        return _json(shown.Readiness(True)) if lacks is None else _json(shown.Readiness(False, lacks), 503)
 
     async def version(self, request: Request) -> Response:
-        return _json({"version": version()})
+        return _json(shown.Version(version()))
+
+    async def openapi(self, request: Request) -> Response:
+        return Response(self._document, media_type="application/json")
 
     async def models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [self._model()]})
+        return _json(shown.ModelList([self._model()]))
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
@@ -106,15 +113,12 @@ class Pages:
     async def tokenize(self, request: Request) -> Response:
         context = self._desk.cluster.fleet.context_tokens
         found = await self._take_in(request, partial(self._desk.intake.tokenize, context_tokens=context))
-        return _json(
-            {"count": len(found.ids), "max_model_len": context, "tokens": found.ids, "token_strs": found.names}
-        )
+        return _json(shown.TokenList(len(found.ids), context, found.ids, found.names))
 
     async def detokenize(self, request: Request) -> Response:
         context = self._desk.cluster.fleet.context_tokens
-        return _json(
-            {"prompt": await self._take_in(request, partial(self._desk.intake.detokenize, context_tokens=context))}
-        )
+        text = await self._take_in(request, partial(self._desk.intake.detokenize, context_tokens=context))
+        return _json(shown.DetokenizedText(text))
 
     async def _take_in(self, request: Request, work: Callable[[bytes | bytearray, Check], T]) -> T:
         desk = self._desk
@@ -175,7 +179,7 @@ class Pages:
         """What each API key has used at this gateway."""
         if self._desk.keyring is None:
             raise ApiError(404, "this gateway asks for no API keys; --keys FILE has it ask", code="no_keys")
-        return _json({"keys": self._desk.keyring.usage()})
+        return _json(shown.KeyList(self._desk.keyring.usage()))
 
     async def metrics(self, request: Request) -> Response:
         """The gateway's own, and, while the Conductor answers, the counters of all parts."""
@@ -191,14 +195,9 @@ class Pages:
         self._meters.kv_usage.set(used / pages if pages else 0.0)
         return Response(self._meters.page(parts), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    def _model(self) -> dict[str, object]:
-        return {
-            "id": self._desk.config.served_model_name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "moonpool",
-            "max_model_len": self._desk.cluster.fleet.context_tokens,
-        }
+    def _model(self) -> shown.Model:
+        name, context = self._desk.config.served_model_name, self._desk.cluster.fleet.context_tokens
+        return shown.Model(name, self._created, context)
 
 
 def version() -> str:

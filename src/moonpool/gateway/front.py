@@ -8,7 +8,8 @@ import time
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.routing import Router
+from starlette.types import Message, Receive, Scope, Send
 
 from moonpool.gateway.access import TENANT, Access
 from moonpool.gateway.config import GatewayConfig
@@ -37,14 +38,14 @@ class Front:
 
     def __init__(
         self,
-        app: ASGIApp,
+        router: Router,
         config: GatewayConfig,
         access: Access,
         meters: Meters,
         paths: frozenset[str],
         posts: frozenset[str],
     ) -> None:
-        self._app = app
+        self.router = router
         self._access = access
         self._meters = meters
         self._paths = paths
@@ -77,7 +78,7 @@ class Front:
             scope["app"] = self  # makes starlette raise where it would answer in plain text
             scope[TENANT] = await self._access.admit(scope["method"], scope["path"], headers)
             self._check(scope["method"], scope["path"], headers)
-            await self._app(scope, receive, send_labelled)
+            await self.router(scope, receive, send_labelled)
         except ApiError as e:
             if not status:
                 await respond(send_labelled, e.status, e.body(), e.headers)

@@ -23,7 +23,7 @@ from moonpool.gateway.caching.context import Context, packed_ids
 from moonpool.gateway.caching.reference import HEADER, Reference
 from moonpool.gateway.caching.schema import read_new_context
 from moonpool.gateway.config import GatewayConfig
-from moonpool.gateway.fields import INT64_MAX, read_object
+from moonpool.gateway.fields import INT64_MAX, Fields, read_object
 from moonpool.gateway.generation import chains_of
 from moonpool.gateway.keys.tenant import Tenant
 from moonpool.gateway.problem import ApiError, beyond_context, invalid
@@ -89,7 +89,7 @@ class Intake:
         self._tokenizer = tokenizer
         self._answers = answers
         self._find = find
-        self._limits = Limits(config.served_model_name, tokenizer.vocabulary, config.max_prompts, config.class_names)
+        self.limits = Limits(config.served_model_name, tokenizer.vocabulary, config.max_prompts, config.class_names)
         self._small = Turns("small requests", SMALL_THREADS, config.max_concurrent)
         self._large = Turns("large requests", LARGE_THREADS, max(config.max_concurrent // 2, 1))
         """Those that wait here have seats: half of the seats stay for the small ones."""
@@ -126,7 +126,7 @@ class Intake:
         context_tokens: int,
         spaces: Sequence[KeySpace],
     ) -> Intended:
-        request = read_chat(read_object(body), self._limits)
+        request = read_chat(Fields(read_object(body)), self.limits)
         if cache is not None and request.cache is not None:
             raise invalid(HEADER, f"the header {HEADER} and the first message both name a cached context: give one")
         cache = cache or request.cache
@@ -157,7 +157,7 @@ class Intake:
         context_tokens: int,
         spaces: Sequence[KeySpace],
     ) -> Intended:
-        request = read_completion(read_object(body), self._limits, context_tokens)
+        request = read_completion(Fields(read_object(body)), self.limits, context_tokens)
         ask = _as_of(tenant, request.ask)
         before: tuple[int, ...] = ()
         if cache is not None:
@@ -176,7 +176,7 @@ class Intake:
 
     def context(self, body: Bytes, check: Check, *, tenant: Tenant, context_tokens: int) -> Wanted:
         """A prefix that is to be cached: messages as the chat template writes them before an answer, or a prompt."""
-        new = read_new_context(read_object(body), self._limits, context_tokens)
+        new = read_new_context(Fields(read_object(body)), self.limits, context_tokens)
         salt = tenant.cache_salt(new.salt)
         known: dict[int, tuple[int, ...]] = {}
         check()
@@ -195,8 +195,8 @@ class Intake:
             raise beyond_context(where, len(ids), context_tokens)
         context = Context(
             owner=tenant.rights.group,
-            model=self._limits.model,
-            vocabulary=self._limits.vocabulary,
+            model=self.limits.model,
+            vocabulary=self.limits.vocabulary,
             name=new.name,
             metadata=new.metadata,
             salt=salt,
@@ -207,7 +207,7 @@ class Intake:
         return Wanted(context, new.ttl, tenant.priority(new.priority or BATCH.name))
 
     def tokenize(self, body: Bytes, check: Check, *, context_tokens: int) -> Tokenized:
-        request = read_tokenize(read_object(body), self._limits)
+        request = read_tokenize(Fields(read_object(body)), self.limits)
         check()
         if isinstance(request.prompt, str):
             field, text = "prompt", request.prompt
@@ -224,7 +224,7 @@ class Intake:
         return Tokenized(ids, [self._tokenizer.token_name(i) for i in ids] if request.strings else None)
 
     def detokenize(self, body: Bytes, check: Check, *, context_tokens: int) -> str:
-        tokens = read_detokenize(read_object(body), self._limits, max(MOST_COUNTED, context_tokens))
+        tokens = read_detokenize(Fields(read_object(body)), self.limits, max(MOST_COUNTED, context_tokens))
         check()
         return self._tokenizer.decode(tokens, skip_special=False)
 

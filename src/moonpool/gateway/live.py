@@ -165,6 +165,13 @@ class Now(Struct):
     prefixes: Raw
 
 
+class Live(Struct):
+    """What is answered."""
+
+    samples: list[Sample]
+    now: Now
+
+
 class Board:
     """Snapshots for everybody who looks."""
 
@@ -187,7 +194,7 @@ class Board:
         return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
 
     async def look(self, after: int) -> bytes:
-        """`{"samples": […], "now": {…}}`, JSON: the samples since number `after`, all where that was another life's."""
+        """`Live` as JSON: the samples since number `after`, all where that was another life's."""
         now = asyncio.get_running_loop().time()
         if self._making is None and now - self._made_at >= FRESH_SECONDS:
             self._made_at = now

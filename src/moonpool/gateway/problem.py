@@ -9,6 +9,7 @@ import msgspec
 
 from moonpool.core.vocabulary import RejectReason
 from moonpool.errors import MoonpoolError
+from moonpool.gateway.shown import Error, Problem
 
 REASON_HEADER = "x-moonpool-reason"
 
@@ -49,8 +50,7 @@ class ApiError(MoonpoolError):
 
     def body(self) -> bytes:
         kind = _TYPES.get(self.status) or ("server_error" if self.status >= 500 else "invalid_request_error")
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
+        return msgspec.json.encode(Problem(Error(self.message, kind, self.param, self.code)))
 
 
 class ClientGoneError(MoonpoolError):

@@ -16,7 +16,7 @@ _encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 
 
-class _PromptDetails(Struct):
+class PromptTokensDetails(Struct):
     cached_tokens: int
 
 
@@ -24,83 +24,105 @@ class Usage(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: _PromptDetails
+    prompt_tokens_details: PromptTokensDetails
 
 
-class _Top(Struct):
+class TopLogprob(Struct):
     token: str
     logprob: float
     bytes: list[int]
 
 
-class _Entry(_Top):
-    top_logprobs: list[_Top]
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
 
 
-class _ChatLogprobs(Struct):
-    content: list[_Entry]
+class ChatLogprobs(Struct):
+    content: list[TokenLogprob]
     refusal: None = None
 
 
-class _TextLogprobs(Struct):
+class TextLogprobs(Struct):
     tokens: list[str]
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]]
     text_offset: list[int]
 
 
-class _Message(Struct):
+class AssistantMessage(Struct):
     role: str
     content: str
     refusal: None = None
 
 
-class _ChatChoice(Struct):
+class ChatChoice(Struct):
     index: int
-    message: _Message
-    logprobs: _ChatLogprobs | None
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
     finish_reason: str | None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
 
 
-class _ChatDelta(Struct, omit_defaults=True):
+class ChatDelta(Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
 
 
-class _ChatPart(Struct):
+class ChatChunkChoice(Struct):
     index: int
-    delta: _ChatDelta
-    logprobs: _ChatLogprobs | None
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
     finish_reason: str | None
     token_ids: tuple[int, ...] | UnsetType = UNSET
 
 
-class _TextChoice(Struct):
+class TextChoice(Struct):
     index: int
     text: str
-    logprobs: _TextLogprobs | None
+    logprobs: TextLogprobs | None
     finish_reason: str | None
     token_ids: Sequence[int] | UnsetType = UNSET
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
 
 
-class _Whole(Struct):
+class _Head(Struct):
     id: str
     object: str
     created: int
     model: str
     system_fingerprint: str
-    choices: list[_ChatChoice] | list[_TextChoice]
+
+
+class ChatCompletion(_Head):
+    choices: list[ChatChoice]
     usage: Usage
+
+
+class ChatCompletionChunk(_Head):
+    """One event of a stream."""
+
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class TextCompletion(_Head):
+    choices: list[TextChoice]
+    usage: Usage
+
+
+class TextCompletionChunk(_Head):
+    """One event of a stream."""
+
+    choices: list[TextChoice]
+    usage: Usage | UnsetType | None = UNSET
 
 
 def usage_of(choices: Sequence[Choice]) -> Usage:
     prompt = sum(len(c.generation.job.prompt) for c in choices)
     output = sum(len(c.tokens) for c in choices)
     cached = sum(c.generation.cached_tokens for c in choices)
-    return Usage(prompt, output, prompt + output, _PromptDetails(cached))
+    return Usage(prompt, output, prompt + output, PromptTokensDetails(cached))
 
 
 class Shape:
@@ -124,20 +146,23 @@ class Shape:
 
     def whole(self, choices: Sequence[Choice], drawn: Sequence[Sequence[Drawn]]) -> bytes:
         """`drawn`: per choice, all its tokens with log probabilities."""
-        parts: list[_ChatChoice] | list[_TextChoice]
-        if self._chat:
-            parts = [
-                _ChatChoice(c.index, _Message("assistant", c.text), self._chat_logprobs(c, d), c.finish, *self._ids(c))
-                for c, d in zip(choices, drawn, strict=True)
-            ]
-        else:
-            parts = [
-                _TextChoice(c.index, c.text, self._text_logprobs(c, d), c.finish, *self._ids(c))
-                for c, d in zip(choices, drawn, strict=True)
-            ]
-        kind = "chat.completion" if self._chat else "text_completion"
         usage = usage_of(choices)
-        return _encode(_Whole(self._id, kind, self._created, self._model, self._fingerprint, parts, usage))
+        if self._chat:
+            answers = [
+                ChatChoice(
+                    c.index, AssistantMessage("assistant", c.text), self._chat_logprobs(c, d), c.finish, *self._ids(c)
+                )
+                for c, d in zip(choices, drawn, strict=True)
+            ]
+            return _encode(ChatCompletion(*self._named("chat.completion"), answers, usage))
+        texts = [
+            TextChoice(c.index, c.text, self._text_logprobs(c, d), c.finish, *self._ids(c))
+            for c, d in zip(choices, drawn, strict=True)
+        ]
+        return _encode(TextCompletion(*self._named("text_completion"), texts, usage))
+
+    def _named(self, kind: str) -> tuple[str, str, int, str, str]:
+        return self._id, kind, self._created, self._model, self._fingerprint
 
     def _ids(self, choice: Choice) -> tuple[list[int] | UnsetType, tuple[int, ...] | UnsetType]:
         return (choice.tokens, choice.generation.job.prompt) if self._wants_ids else (UNSET, UNSET)
@@ -146,40 +171,42 @@ class Shape:
         """What comes before the first text: the role, in a chat."""
         if not self._chat:
             return b""
-        first = _ChatDelta(role="assistant", content="")
-        return b"".join(self._chunk(_ChatPart(c.index, first, None, None)) for c in choices)
+        first = ChatDelta(role="assistant", content="")
+        return b"".join(self._chunk(ChatChunkChoice(c.index, first, None, None)) for c in choices)
 
     def chunk(self, choice: Choice, delta: Delta) -> bytes:
         ids = delta.tokens if self._wants_ids else UNSET
         finish = delta.finish
         if self._chat:
-            said = _ChatDelta(content=delta.text) if delta.text or finish is None else _ChatDelta()
-            return self._chunk(_ChatPart(choice.index, said, self._chat_logprobs(choice, delta.drawn), finish, ids))
-        return self._chunk(_TextChoice(choice.index, delta.text, self._text_logprobs(choice, delta.drawn), finish, ids))
+            said = ChatDelta(content=delta.text) if delta.text or finish is None else ChatDelta()
+            return self._chunk(
+                ChatChunkChoice(choice.index, said, self._chat_logprobs(choice, delta.drawn), finish, ids)
+            )
+        return self._chunk(TextChoice(choice.index, delta.text, self._text_logprobs(choice, delta.drawn), finish, ids))
 
     def closing(self, choices: Sequence[Choice]) -> bytes:
         if not self._wants_usage:
             return DONE
         return self._head + b'],"usage":' + _encode(usage_of(choices)) + b"}\n\n" + DONE
 
-    def _chunk(self, part: _ChatPart | _TextChoice) -> bytes:
+    def _chunk(self, part: ChatChunkChoice | TextChoice) -> bytes:
         return self._head + _encode(part) + self._tail
 
-    def _chat_logprobs(self, choice: Choice, drawn: Sequence[Drawn]) -> _ChatLogprobs | None:
+    def _chat_logprobs(self, choice: Choice, drawn: Sequence[Drawn]) -> ChatLogprobs | None:
         if choice.generation.job.sampling.logprobs is None:
             return None
-        return _ChatLogprobs([self._entry(d) for d in drawn])
+        return ChatLogprobs([self._entry(d) for d in drawn])
 
-    def _entry(self, drawn: Drawn) -> _Entry:
+    def _entry(self, drawn: Drawn) -> TokenLogprob:
         raw = self._tokenizer.token_bytes(drawn.token)
         top = [self._top(token, logprob) for token, logprob in drawn.top]
-        return _Entry(_text_of(raw), drawn.logprob, list(raw), top)
+        return TokenLogprob(_text_of(raw), drawn.logprob, list(raw), top)
 
-    def _top(self, token: int, logprob: float) -> _Top:
+    def _top(self, token: int, logprob: float) -> TopLogprob:
         raw = self._tokenizer.token_bytes(token)
-        return _Top(_text_of(raw), logprob, list(raw))
+        return TopLogprob(_text_of(raw), logprob, list(raw))
 
-    def _text_logprobs(self, choice: Choice, drawn: Sequence[Drawn]) -> _TextLogprobs | None:
+    def _text_logprobs(self, choice: Choice, drawn: Sequence[Drawn]) -> TextLogprobs | None:
         if choice.generation.job.sampling.logprobs is None:
             return None
         tops = []
@@ -188,7 +215,7 @@ class Shape:
             for token, logprob in (*d.top, (d.token, d.logprob)):
                 top.setdefault(self._spelling(token), logprob)
             tops.append(top)
-        return _TextLogprobs(
+        return TextLogprobs(
             tokens=[self._spelling(d.token) for d in drawn],
             token_logprobs=[d.logprob for d in drawn],
             top_logprobs=tops,

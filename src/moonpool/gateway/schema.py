@@ -8,7 +8,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from moonpool.gateway.caching.reference import Reference, read_reference
-from moonpool.gateway.fields import INT64_MAX, Fields, Json, is_integer
+from moonpool.gateway.fields import INT64_MAX, Fields, is_integer
 from moonpool.gateway.known import CHAT_NEUTRAL, COMPLETION_NEUTRAL, HARMLESS, MESSAGE_NEUTRAL, ROLES, SHARED
 from moonpool.gateway.problem import ApiError, beyond_context, invalid
 from moonpool.wire.messages import Sampling
@@ -19,6 +19,8 @@ MAX_STOP_TOKENS = 64
 MAX_LOGPROBS = 20
 MAX_MESSAGES = 4096
 MAX_SALT_CHARS = 256
+MAX_PRIORITY_CHARS = 64
+MAX_AUTHOR_CHARS = 256
 REPETITION_PENALTIES = (0.01, 100.0)
 """Beyond them logits overflow."""
 COMPLETION_TOKENS = 16
@@ -83,8 +85,7 @@ class Limits(Struct, frozen=True):
     """Priority classes; none: any name is taken."""
 
 
-def read_chat(body: Json, limits: Limits) -> ChatRequest:
-    fields = Fields(body)
+def read_chat(fields: Fields, limits: Limits) -> ChatRequest:
     check_model(fields, limits.model)
     fields.check_names({*SHARED, "messages", "max_completion_tokens", "top_logprobs"}, HARMLESS, CHAT_NEUTRAL)
     newer = fields.integer("max_completion_tokens", 1)
@@ -101,9 +102,8 @@ def read_chat(body: Json, limits: Limits) -> ChatRequest:
     return ChatRequest(read_messages(fields, first=int(cache is not None)), ask, cache)
 
 
-def read_completion(body: Json, limits: Limits, context_tokens: int) -> CompletionRequest:
+def read_completion(fields: Fields, limits: Limits, context_tokens: int) -> CompletionRequest:
     """Token ids that are too many for the context are refused here, before each is looked at."""
-    fields = Fields(body)
     check_model(fields, limits.model)
     fields.check_names({*SHARED, "prompt"}, HARMLESS, COMPLETION_NEUTRAL)
     most = fields.integer("max_tokens", 1)
@@ -113,8 +113,7 @@ def read_completion(body: Json, limits: Limits, context_tokens: int) -> Completi
     return CompletionRequest(_read_prompts(fields, limits, context_tokens), ask)
 
 
-def read_tokenize(body: Json, limits: Limits) -> TokenizeRequest:
-    fields = Fields(body)
+def read_tokenize(fields: Fields, limits: Limits) -> TokenizeRequest:
     check_model(fields, limits.model)
     options = {"add_special_tokens", "add_generation_prompt", "return_token_strs"}
     fields.check_names({"model", "prompt", "messages", *options}, HARMLESS, {})
@@ -135,8 +134,7 @@ def read_tokenize(body: Json, limits: Limits) -> TokenizeRequest:
     )
 
 
-def read_detokenize(body: Json, limits: Limits, most: int) -> tuple[int, ...]:
-    fields = Fields(body)
+def read_detokenize(fields: Fields, limits: Limits, most: int) -> tuple[int, ...]:
     check_model(fields, limits.model)
     fields.check_names({"model", "tokens"}, HARMLESS, {})
     tokens = fields.get("tokens")
@@ -264,11 +262,12 @@ def read_priority(fields: Fields, classes: tuple[str, ...]) -> str:
         return ""
     if is_integer(value) and isinstance(value, int) and abs(value) <= INT64_MAX:
         return str(value)
-    if isinstance(value, str) and 0 < len(value) <= 64 and value.isascii() and value.isprintable():
+    if isinstance(value, str) and 0 < len(value) <= MAX_PRIORITY_CHARS and value.isascii() and value.isprintable():
         if classes and value not in classes:
             raise invalid("priority", f"there is no priority class {value!r}; name one of {', '.join(classes)}")
         return value
-    raise invalid("priority", "priority must be an integer or a class name of at most 64 visible characters")
+    most = MAX_PRIORITY_CHARS
+    raise invalid("priority", f"priority must be an integer or a class name of at most {most} visible characters")
 
 
 def _read_message(message: object, where: str) -> ChatMessage:
@@ -282,7 +281,9 @@ def _read_message(message: object, where: str) -> ChatMessage:
             hint = " (cache: in a chat request, and there only in the first message)"
         raise invalid(f"{where}.role", f"{where}.role must be one of {', '.join(ROLES)}{hint}")
     fields.check_names({"role", "content", "name"}, (), MESSAGE_NEUTRAL)
-    return ChatMessage(ROLES[role], _read_content(fields.get("content"), f"{where}.content"), fields.text("name", 256))
+    return ChatMessage(
+        ROLES[role], _read_content(fields.get("content"), f"{where}.content"), fields.text("name", MAX_AUTHOR_CHARS)
+    )
 
 
 def _read_content(content: object, where: str) -> str:

@@ -113,9 +113,10 @@ class Gateway:
             *(config, tokenizer, self.intake, self.answers, self.cluster, self.seats, self.bodies),
             *(self.keyring, self.keeper, self._abort),
         )
+        self.app = make_app(desk, self.meters, registry)
         self._server = _Server(
             uvicorn.Config(
-                make_app(desk, self.meters, registry),
+                self.app,
                 http=Connection,
                 log_config=None,
                 access_log=False,

@@ -14,15 +14,15 @@ from moonpool.gateway.access import TENANT
 from moonpool.gateway.caching.book import Held
 from moonpool.gateway.caching.schema import read_change
 from moonpool.gateway.completions import Desk
-from moonpool.gateway.fields import read_object
+from moonpool.gateway.fields import Fields, read_object
 from moonpool.gateway.front import LABEL
 from moonpool.gateway.intake import Wanted
 from moonpool.gateway.keys.tenant import Tenant, Use
 from moonpool.gateway.presence import unless, until_gone
 from moonpool.gateway.problem import ApiError, ClientGoneError, invalid, refused, revoked_key
+from moonpool.gateway.shown import CachedContext, CachedContexts, DeletedContext
 
 PATH = "/v1/caching"
-OBJECT = "context_cache_object"
 MOST_LISTED = 1000
 DEFAULT_LISTED = 20
 
@@ -41,12 +41,14 @@ class CachingPages:
         match request.method:
             case "PATCH" | "PUT":
                 with await self._desk.bodies.read(request.headers, request.receive) as body:
-                    change = await self._desk.intake.run(body, lambda data, check: read_change(read_object(data)))
+                    change = await self._desk.intake.run(
+                        body, lambda data, check: read_change(Fields(read_object(data)))
+                    )
                 held = keeper.book.find(id_, owner)
                 await keeper.change(held, change)
             case "DELETE":
                 await keeper.delete(keeper.book.find(id_, owner))
-                return _json({"id": id_, "object": f"{OBJECT}.deleted", "deleted": True})
+                return _json(DeletedContext(id_))
             case _:
                 held = keeper.book.find(id_, owner)
         return _json(shown(held))
@@ -97,7 +99,7 @@ class CachingPages:
                 raise invalid("after", f"after: there is no cached context {after[:64]!r}")
             own = own[begin:]
         page = [shown(held) for held in own[: int(limit)]]
-        return _json({"object": "list", "data": page, "has_more": len(own) > len(page)})
+        return _json(CachedContexts(page, has_more=len(own) > len(page)))
 
 
 def _begin(request: Request) -> Tenant:
@@ -107,23 +109,22 @@ def _begin(request: Request) -> Tenant:
     return tenant
 
 
-def shown(held: Held) -> dict[str, object]:
+def shown(held: Held) -> CachedContext:
     """As its owner sees it."""
     context = held.context
-    return {
-        "id": context.id,
-        "object": OBJECT,
-        "model": context.model,
-        "status": "ready" if held.is_ready else "pending",
-        "problem": held.problem or None,
-        "name": context.name,
-        "metadata": context.metadata,
-        "tokens": context.count,
-        "pinned_tokens": context.pinned_tokens,
-        "bytes": context.nbytes,
-        "created_at": context.created,
-        "expired_at": int(context.expires),
-    }
+    return CachedContext(
+        id=context.id,
+        model=context.model,
+        status="ready" if held.is_ready else "pending",
+        problem=held.problem or None,
+        name=context.name,
+        metadata=context.metadata,
+        tokens=context.count,
+        pinned_tokens=context.pinned_tokens,
+        bytes=context.nbytes,
+        created_at=context.created,
+        expired_at=int(context.expires),
+    )
 
 
 def _json(value: object) -> Response:

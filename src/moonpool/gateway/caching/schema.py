@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from moonpool.gateway.caching.reference import MOST_TTL
-from moonpool.gateway.fields import Fields, Json
+from moonpool.gateway.fields import Fields
 from moonpool.gateway.known import HARMLESS
 from moonpool.gateway.problem import invalid
 from moonpool.gateway.schema import (
@@ -47,9 +47,8 @@ class ContextChange(Struct, frozen=True):
     metadata: dict[str, str] | None
 
 
-def read_new_context(body: Json, limits: Limits, context_tokens: int) -> NewContext:
+def read_new_context(fields: Fields, limits: Limits, context_tokens: int) -> NewContext:
     """Raises ApiError."""
-    fields = Fields(body)
     check_model(fields, limits.model)
     names = {"model", "messages", "prompt", "name", "metadata", "ttl", "cache_salt", "priority"}
     fields.check_names(names, HARMLESS - names, _NEUTRAL)
@@ -76,9 +75,8 @@ def read_new_context(body: Json, limits: Limits, context_tokens: int) -> NewCont
     )
 
 
-def read_change(body: Json) -> ContextChange:
+def read_change(fields: Fields) -> ContextChange:
     """Raises ApiError."""
-    fields = Fields(body)
     fields.check_names({"ttl", "name", "metadata"}, (), {})
     change = ContextChange(
         ttl=fields.integer("ttl", 1, MOST_TTL),

@@ -19,6 +19,7 @@ from moonpool.gateway.keys.secret import id_of
 from moonpool.gateway.keys.tenant import Rights, Tenant
 from moonpool.gateway.meters import Meters
 from moonpool.gateway.problem import ApiError, again_after, revoked_key, wrong_key
+from moonpool.gateway.shown import KeyUsage
 
 log = logging.getLogger(__name__)
 
@@ -92,19 +93,19 @@ class Keyring:
             raise revoked_key(id_)
         return known.tenant
 
-    def usage(self) -> list[dict[str, object]]:
+    def usage(self) -> list[KeyUsage]:
         """What each key has used, for /cluster/keys."""
         return [
-            {
-                "id": id_,
-                "name": known.key.name,
-                "group": known.key.group or id_,
-                "requests": known.tenant.totals.requests,
-                "prompt_tokens": known.tenant.totals.prompt_tokens,
-                "output_tokens": known.tenant.totals.output_tokens,
-                "over_quota": known.tenant.totals.over_quota,
-                "streams": known.tenant.quota.streams,
-            }
+            KeyUsage(
+                id=id_,
+                name=known.key.name,
+                group=known.key.group or id_,
+                requests=known.tenant.totals.requests,
+                prompt_tokens=known.tenant.totals.prompt_tokens,
+                output_tokens=known.tenant.totals.output_tokens,
+                over_quota=known.tenant.totals.over_quota,
+                streams=known.tenant.quota.streams,
+            )
             for id_, known in self._known.items()
         ]
 
