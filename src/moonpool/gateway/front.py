@@ -75,6 +75,7 @@ class Front:
             label = _check_id(headers.get(REQUEST_ID), label)
             scope[LABEL] = label
             scope[SUMMARY] = ""
+            _check_path(scope["path"])
             scope["app"] = self  # makes starlette raise where it would answer in plain text
             scope[TENANT] = await self._access.admit(scope["method"], scope["path"], headers)
             self._check(scope["method"], scope["path"], headers)
@@ -144,6 +145,12 @@ def _not_routed(error: HTTPException, method: str, path: str) -> ApiError:
         return ApiError(405, message, code="method_not_allowed", headers={"allow": allowed})
     message = f"there is no {path[:128]} here: ask /v1/chat/completions, /v1/completions or /v1/models"
     return ApiError(404, message, code="not_found")
+
+
+def _check_path(path: str) -> None:
+    """Raises ApiError. Routes match a path with a line's end behind it as well, and no check here does."""
+    if any(c < " " or c == "\x7f" for c in path):
+        raise ApiError(404, "there is no path here that has control characters", code="not_found")
 
 
 def _check_id(given: str | None, drawn: str) -> str:

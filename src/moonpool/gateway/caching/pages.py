@@ -91,7 +91,7 @@ class CachingPages:
     async def _list(self, request: Request) -> Response:
         own = self._desk.keeper.book.of(_begin(request).rights.group)
         limit, after = request.query_params.get("limit", str(DEFAULT_LISTED)), request.query_params.get("after")
-        if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MOST_LISTED):
+        if not (limit.isascii() and limit.isdigit() and len(limit) <= 9 and 1 <= int(limit) <= MOST_LISTED):
             raise invalid("limit", f"limit must be a whole number from 1 to {MOST_LISTED}")
         if after is not None:
             begin = next((i + 1 for i, held in enumerate(own) if held.context.id == after), None)

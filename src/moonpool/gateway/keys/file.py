@@ -29,6 +29,8 @@ from moonpool.wire.security import is_loopback
 MAX_FILE_BYTES = 16 << 20
 MOST_KEYS = 10_000
 LOCK_SECONDS = 5.0
+MOST_SAID = 200
+"""Characters of what is wrong: it may have a name that stands in the file."""
 NAME = r"[A-Za-z0-9][A-Za-z0-9@._+-]{0,63}"
 
 Name = Annotated[str, Meta(pattern=rf"^{NAME}\Z")]
@@ -95,7 +97,7 @@ def read(path: Path) -> KeyFile:
     try:
         file = msgspec.json.decode(data, type=KeyFile)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{path} is no file of API keys: {e}") from None
+        raise ConfigError(f"{path} is no file of API keys: {str(e)[:MOST_SAID]}") from None
     if len({key.id for key in file.keys}) < len(file.keys):
         raise ConfigError(f"{path} has two keys with one id: take one of them out")
     return file

@@ -40,7 +40,8 @@ class Keyring:
     def __init__(self, path: Path, file: KeyFile, classes: Classes, meters: Meters) -> None:
         """`file`: what `path` holds, as was read before."""
         self._path = path
-        self._stamp: Stamp | None = None
+        self._stamp: Stamp | None = ()
+        """That no file has: at the first look, too, one that is gone by then is news."""
         self._classes = classes
         self._meters = meters
         self._checks = Checks()
