@@ -230,6 +230,10 @@ def test_it_is_accessible_and_fits_in_both_themes(
         box = chart.bounding_box()
         assert box is not None
         assert 200 < box["width"] <= size[0]
+    for table in ("#prefill", "#decode"):
+        head = it.page.locator(f"{table} th", has_text="headroom").bounding_box()
+        assert head is not None
+        assert head["x"] + head["width"] <= size[0], "what matters most is seen without scrolling"
     if size is PHONE and scheme == "dark":
         shoot(it.page, "dashboard-phone")
 

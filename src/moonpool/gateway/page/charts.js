@@ -86,7 +86,7 @@ class Chart {
       swatch.style.borderTopColor = `var(${stroke})`;
       return { figure, item: element("li", {}, swatch, `${name} `, figure) };
     });
-    this.limit = element("li", { class: "limit" });
+    this.limit = element("li");
     this.canvas = element("div", { class: "canvas", role: "img", "aria-label": `Chart of the last minutes: ${chart.title}. The newest values are in the list above.` });
     const figure = element("figure", { class: "panel" }, element("figcaption", {}, chart.title),
       element("ul", { class: "legend" }, ...this.names.map((n) => n.item), ...(chart.limit ? [this.limit] : [])), this.canvas);
@@ -137,7 +137,10 @@ class Chart {
     this.data = [points.map((p) => p.at), ...this.chart.lines.map(([, of]) => points.map((p) => p[of] ?? null))];
     this.plot.setData(this.data);
     this.tell();
-    if (this.chart.limit) put(this.limit, this.limits.told[this.chart.limit]);
+    if (this.chart.limit) {
+      put(this.limit, this.limits.told[this.chart.limit]);
+      this.limit.classList.toggle("limit", this.limitValue != null);
+    }
   }
 
   /** The values under the pointer, else the newest. */

@@ -10,9 +10,9 @@ export class Decisions {
   constructor(explain) {
     const columns = [
       { name: "Request", left: true, fill: (cell, d) => ask(cell, d, explain) },
-      { name: "Arrived", text: (d) => ago(d.seconds_ago) },
+      { name: "Arrived", minor: true, text: (d) => ago(d.seconds_ago) },
       { name: "Now", left: true, text: (d) => d.outcome },
-      { name: "Prompt", text: (d) => (d.weighing ? `${count(d.weighing.tokens)} tokens` : NONE) },
+      { name: "Prompt", minor: true, text: (d) => (d.weighing ? `${count(d.weighing.tokens)} tokens` : NONE) },
       { name: "Placed on", left: true, text: placed },
       { name: "First token", text: (d) => first(d) },
       { name: "Weighed for prefill", left: true, fill: (cell, d) => weighed(cell, d, prefill(d), d.prefill_instances) },

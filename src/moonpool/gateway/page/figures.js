@@ -35,7 +35,7 @@ const share = (part, whole) => (whole ? part / whole : null);
 const used = (p) => (p.capacity?.pages && p.pages_free != null ? p.capacity.pages - p.pages_free : null);
 
 const NAME = { name: "Instance", text: (p) => p.id };
-const HEALTH = { name: "Health", left: true, text: (p) => health(p) };
+const HEALTH = { name: "Health", left: true, minor: true, text: (p) => health(p) };
 const NODE = { name: "Node", left: true, minor: true, text: (p) => p.node || NONE };
 const PAGES = {
   name: "KV pages",
@@ -56,7 +56,7 @@ const PREFILL = [
     drains: true,
     share: (p, c) => (c.slo.ttft == null ? null : p.queue_seconds / c.slo.ttft),
   },
-  { name: "Computes", text: (p, c) => perSecond(c.rate(p, "computed_tokens"), "tokens") },
+  { name: "Computes", minor: true, text: (p, c) => perSecond(c.rate(p, "computed_tokens"), "tokens") },
   { name: "From cache", minor: true, text: (p, c) => perSecond(c.rate(p, "cached_tokens"), "tokens") },
   PAGES,
   NODE,
@@ -70,7 +70,7 @@ const DECODE = [
     text: (p) => (p.capacity?.slots ? `${count(p.running)} of ${count(p.capacity.slots)}` : count(p.running)),
     share: (p) => share(p.running, p.capacity?.slots),
   },
-  { name: "To join", text: (p) => count(Math.max((p.assigned ?? 0) - (p.running ?? 0), p.queued ?? 0)) },
+  { name: "To join", minor: true, text: (p) => count(Math.max((p.assigned ?? 0) - (p.running ?? 0), p.queued ?? 0)) },
   { name: "Step", text: (p) => seconds(p.step_seconds) },
   {
     name: "TBT headroom",
@@ -78,7 +78,7 @@ const DECODE = [
     drains: true,
     share: (p, c) => (c.slo.tbt == null ? null : p.step_seconds / c.slo.tbt),
   },
-  { name: "Decodes", text: (p, c) => perSecond(c.rate(p, "generated_tokens"), "tokens") },
+  { name: "Decodes", minor: true, text: (p, c) => perSecond(c.rate(p, "generated_tokens"), "tokens") },
   { name: "Preempted", minor: true, text: (p) => count(p.counters?.preempted) },
   PAGES,
   NODE,
@@ -97,7 +97,7 @@ const NODES = [
     text: (p) => (ssd(p) ? `${bytes(p.counters.ssd_used_bytes ?? 0)} of ${bytes(ssd(p))}` : NONE),
     share: (p) => share(p.counters?.ssd_used_bytes, ssd(p)),
   },
-  { name: "Blocks", text: (p) => count(Object.values(p.blocks ?? {}).reduce((a, b) => a + b, 0)) },
+  { name: "Blocks", minor: true, text: (p) => count(Object.values(p.blocks ?? {}).reduce((a, b) => a + b, 0)) },
   { name: "Blocks found", text: (p) => percent(found(p)) },
   { name: "From SSD", minor: true, text: (p) => count(p.counters?.ssd_promotions) },
   { name: "In", text: (p, c) => perSecond(c.rate(p, "bytes_in"), "", bytes) },
