@@ -57,7 +57,7 @@ demo-vllm: $(INSTALLED) model
 	$(PY) -m moonpool.bench.vllm_demo $(ARGS)
 
 soak: $(INSTALLED)
-	MOONPOOL_SOAK=1 $(PY) -m pytest --timeout 3600 $(or $(ARGS),tests/core tests/store tests/contract tests/trace tests/wire tests/sim)
+	MOONPOOL_SOAK=1 $(PY) -m pytest --timeout 3600 $(or $(ARGS),tests/core tests/store tests/contract tests/trace tests/wire tests/sim tests/live/test_fuzz.py)
 
 check: $(INSTALLED)
 	.venv/bin/ruff format --check .
