@@ -727,6 +727,7 @@ def _gateway(config: Config, token: str | None, part: PartId) -> Work:
         model_path=str(external.tokenizer if external is not None else _weights(config)),
         served_model_name=config.served_name,
         request_timeout=config.front.request_timeout,
+        max_requests=config.front.max_requests,
         classes=config.placement.classes,
         caching_dir=caching_directory(config.front.caching_dir, part, config.front.port),
         caching_quota=config.front.caching_quota,

@@ -127,6 +127,10 @@ class FrontConfig(Struct, frozen=True):
         ),
     ] = None
     request_timeout: Annotated[Seconds, Meta(description="a request's deadline after its arrival")] = 600.0
+    max_requests: Annotated[
+        int,
+        Meta(ge=1, le=1 << 16, description="most choices in flight at the gateway before the next request gets 429"),
+    ] = 512
     caching_dir: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
         Meta(

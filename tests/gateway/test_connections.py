@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 
 import pytest
 
 from moonpool.core.events import RequestArrived
+from moonpool.errors import ConfigError
 from moonpool.gateway import connection as connection_module
 from tests.gateway.conftest import Open
 from tests.gateway.kit import END, POST_HEAD, connected, run
@@ -145,12 +147,41 @@ def test_large_bodies_are_no_heads(opened: Open) -> None:
     run(test())
 
 
+@pytest.mark.parametrize(
+    ("limits", "requests", "most", "raised"),
+    [
+        ((1024, 100_000), 512, 4096, 5120),
+        ((1024, 100_000), 10_000, 20_000, 21_024),
+        ((20_000, 20_000), 10_000, 18_976, None),
+        ((1024, 1024), 512, 512, None),
+        ((1024, resource.RLIM_INFINITY), 512, 4096, 5120),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), 3000, 6000, None),
+    ],
+)
+def test_open_files_are_raised_for_the_requests_in_flight(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], requests: int, most: int, raised: int | None
+) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, wanted: asked.append(wanted))
+    assert connection_module.most_connections(requests) == most
+    assert [soft for soft, _ in asked if soft != limits[0]] == ([] if raised is None else [raised])
+
+
+def test_more_requests_than_files_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (4096, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    assert connection_module.most_connections(3072) == 3072
+    with pytest.raises(ConfigError, match=r"--max-requests 3073: .* 4096 files.*ulimit -Hn 4097.*--max-requests 3072"):
+        connection_module.most_connections(3073)
+
+
 def test_connections_are_bounded(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_module, "MAX_CONNECTIONS", 2)
     monkeypatch.setattr(connection_module, "SPARE_CONNECTIONS", 1)
 
     async def test() -> None:
-        async with opened() as s, connected(s) as first, connected(s) as second:
+        async with opened(max_requests=1) as s, connected(s) as first, connected(s) as second:
             for talk in (first, second):
                 await talk.send(HEALTH + b"\r\n")
                 assert status(await talk.answer()) == 200

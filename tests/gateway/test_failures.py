@@ -344,7 +344,7 @@ def test_a_slow_reader_still_gets_everything_before_the_deadline(opened: Open, t
 
 def test_more_than_the_bound_gets_429_at_once(opened: Open) -> None:
     async def test() -> None:
-        async with opened(max_concurrent=3) as s:
+        async with opened(max_requests=3) as s:
             asked = [asyncio.create_task(s.complete(max_tokens=5)) for _ in range(3)]
             await s.arrival(3)
             began = time.monotonic()
@@ -369,7 +369,7 @@ def test_more_than_the_bound_gets_429_at_once(opened: Open) -> None:
 def test_clients_that_send_no_body_keep_nobody_out(opened: Open) -> None:
     async def test() -> None:
         async with (
-            opened(max_concurrent=2, answer=lambda work: [END], body_timeout=0.2) as s,
+            opened(max_requests=2, answer=lambda work: [END], body_timeout=0.2) as s,
             contextlib.AsyncExitStack() as idle,
         ):
             for _ in range(3):
@@ -383,7 +383,7 @@ def test_clients_that_send_no_body_keep_nobody_out(opened: Open) -> None:
 
 def test_a_full_gateway_refuses_before_the_body_has_come(opened: Open) -> None:
     async def test() -> None:
-        async with opened(max_concurrent=1) as s:
+        async with opened(max_requests=1) as s:
             with caller(s):
                 await s.arrival()
                 async with connected(s) as talk:

@@ -298,7 +298,7 @@ def test_small_requests_pass_large_ones_and_those_of_gone_clients_are_dropped(
 
 def test_large_requests_leave_half_of_the_seats(opened: Open, door: Door) -> None:
     async def test() -> None:
-        async with opened(answer=lambda work: [END], max_concurrent=5) as s:
+        async with opened(answer=lambda work: [END], max_requests=5) as s:
             try:
                 tasks = [ASKS["completion"](s) for _ in range(3)]
                 await until(lambda: door.asked and s.gateway.intake.waiting == 2)

@@ -22,7 +22,7 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     body_timeout: float = 30.0
     """Most time a client may take to send a request's body."""
     max_body_bytes: int = 8 << 20
-    max_concurrent: int = 512
+    max_requests: int = 512
     """Choices in flight; the next request gets 429 at once."""
     max_prompts: int = 128
     """Prompts in one completion request."""

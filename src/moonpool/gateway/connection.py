@@ -10,6 +10,7 @@ import httptools
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from moonpool.errors import ConfigError
 from moonpool.gateway.front import respond
 from moonpool.gateway.problem import ApiError
 
@@ -18,19 +19,37 @@ HEAD_SECONDS = 10.0
 HEAD_BYTES = 64 << 10
 """More without an end of the head (or of trailers) is refused, at the latest one read of the socket later."""
 MAX_CONNECTIONS = 4096
+"""Or twice as many as requests, where that is more: those that are refused need one, too."""
 SPARE_CONNECTIONS = 64
 """Past the bound: they are told so. Others are dropped."""
+OWN_FILES = 1024
+"""That the cluster's own sockets need at most."""
 
 
-def most_connections() -> int:
-    """At most half of the files that the process may open: the cluster's own sockets need some too."""
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files // 2)
+def most_connections(max_requests: int) -> int:
+    """For so many requests in flight. The process's limit on open files is raised as far as it must and may be.
+
+    Raises ConfigError where that leaves fewer connections than requests.
+    """
+    wanted = max(MAX_CONNECTIONS, 2 * max_requests)
+    files, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files != resource.RLIM_INFINITY and files < wanted + OWN_FILES:
+        files = wanted + OWN_FILES if hard == resource.RLIM_INFINITY else min(wanted + OWN_FILES, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    most = wanted if files == resource.RLIM_INFINITY else min(wanted, files - min(OWN_FILES, files // 2))
+    if most < max_requests:
+        raise ConfigError(
+            f"--max-requests {max_requests}: this process may open {files} files, enough for {most} connections; "
+            f"raise the hard limit (ulimit -Hn {max_requests + OWN_FILES}), or give --max-requests {most} or less"
+        )
+    return most
 
 
 class Connection(HttpToolsProtocol):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, most: int, **kwargs: Any) -> None:
+        """`most`: connections of this gateway."""
         super().__init__(*args, **kwargs)
+        self._most = most
         self._deadline: asyncio.TimerHandle | None = None
         """While a head is awaited."""
         self._unused = 0
@@ -38,7 +57,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        past = len(self.connections) - most_connections()
+        past = len(self.connections) - self._most
         if past > SPARE_CONNECTIONS:
             transport.abort()
         elif past > 0:

@@ -90,8 +90,8 @@ class Intake:
         self._answers = answers
         self._find = find
         self.limits = Limits(config.served_model_name, tokenizer.vocabulary, config.max_prompts, config.class_names)
-        self._small = Turns("small requests", SMALL_THREADS, config.max_concurrent)
-        self._large = Turns("large requests", LARGE_THREADS, max(config.max_concurrent // 2, 1))
+        self._small = Turns("small requests", SMALL_THREADS, config.max_requests)
+        self._large = Turns("large requests", LARGE_THREADS, max(config.max_requests // 2, 1))
         """Those that wait here have seats: half of the seats stay for the small ones."""
 
     @property

@@ -244,7 +244,7 @@ class Board:
                 waiting=cluster.waiting,
                 intake=desk.intake.waiting,
                 seats_taken=desk.seats.taken,
-                seats=desk.config.max_concurrent,
+                seats=desk.config.max_requests,
                 longest_first=longest_first,
                 longest_next=longest_next,
                 totals=cluster.totals,

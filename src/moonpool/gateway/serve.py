@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -20,7 +21,7 @@ from moonpool.gateway.caching.keeper import Keeper
 from moonpool.gateway.cluster import Cluster
 from moonpool.gateway.completions import Desk
 from moonpool.gateway.config import GatewayConfig
-from moonpool.gateway.connection import Connection
+from moonpool.gateway.connection import Connection, most_connections
 from moonpool.gateway.intake import Intake
 from moonpool.gateway.keys.file import check_keys
 from moonpool.gateway.keys.keyring import Keyring
@@ -49,8 +50,8 @@ async def run_gateway(
     cluster's, for its nodes.
 
     `listener`: from `listen`, where the port must be taken before anything else is done. Raises ConfigError where the
-    port is taken, API keys are needed and cannot be read, or no Conductor answers, ModelError where the tokenizer
-    cannot be loaded.
+    port is taken, API keys are needed and cannot be read, too few files can be opened for `max_requests`, or no
+    Conductor answers, ModelError where the tokenizer cannot be loaded.
     """
     listener = listener or listen(config.host, config.port)
     try:
@@ -90,11 +91,11 @@ class Gateway:
         registry: Registry | None = None,
         token: str | None = None,
     ) -> None:
-        """Raises ConfigError where API keys are needed and cannot be read."""
+        """Raises ConfigError where API keys are needed and cannot be read, or too few files can be opened."""
         self._model = config.served_model_name, tokenizer.vocabulary
         self.meters = Meters(config.served_model_name)
         self.cluster = Cluster(link, conductor, config.served_model_name, self.meters)
-        self.seats = Seats(config.max_concurrent)
+        self.seats = Seats(config.max_requests)
         self.answers = AnswerMemory(config.answers_remembered, tokenizer.special)
         self.cluster.books = Books(self.check_integrity)
         self.keyring = self._keyring(config)
@@ -117,7 +118,7 @@ class Gateway:
         self._server = _Server(
             uvicorn.Config(
                 self.app,
-                http=Connection,
+                http=partial(Connection, most=most_connections(config.max_requests)),  # type: ignore[arg-type]
                 log_config=None,
                 access_log=False,
                 lifespan="off",
