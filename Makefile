@@ -8,7 +8,7 @@ PY := .venv/bin/python -P
 INSTALLED := .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-browser test-vllm test-vllm-core demo-vllm soak check bench bench-int8 bench-journal bench-core bench-overload bench-pipeline bench-scale bench-store bench-layerwise bench-engine bench-vllm bench-goodput clean venv model format
+.PHONY: help serve test test-browser test-vllm test-vllm-core demo-vllm soak check bench bench-int8 bench-journal bench-core bench-overload bench-pipeline bench-scale bench-streams bench-store bench-layerwise bench-engine bench-vllm bench-goodput clean venv model format
 
 help:
 	@echo "make serve    serve SmolLM2-135M on http://127.0.0.1:8000   (ARGS='--nodes 2 --decode 2' and so on)"
@@ -26,6 +26,7 @@ help:
 	@echo "make bench-overload  a live cluster at three times what it can serve   (ARGS='--engine timed')"
 	@echo "make bench-pipeline  long prompts on one prefill worker, and on two that divide the layers   (ARGS='--lengths 2048')"
 	@echo "make bench-scale   ten million blocks in the directory, a million on a node's SSD   (ARGS='--entries 1000000')"
+	@echo "make bench-streams  2,000 streams at once through one gateway, and 10,000 requests that wait   (ARGS='--streams 300 --queued 1000')"
 	@echo "make bench-store   the KVCache pool beside Mooncake Store     (ARGS=--quick: a smoke test)"
 	@echo "make bench-layerwise  storing and loading KVCache while it is computed; gaps of running streams   (ARGS='--tokens 512')"
 	@echo "make bench-engine  the torch engine beside vLLM on CPU         (DEVICE=cuda, ARGS='--threads 1 --no-peer')"
@@ -85,6 +86,9 @@ bench-pipeline: $(INSTALLED) model
 
 bench-scale: $(INSTALLED)
 	$(PY) -m moonpool.bench.scale $(ARGS)
+
+bench-streams: $(INSTALLED) model
+	$(PY) -m moonpool.bench.streams $(ARGS)
 
 bench-store: $(INSTALLED)
 	$(PY) -m moonpool.bench.store $(ARGS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
+import resource
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
@@ -26,6 +27,8 @@ ERROR_BYTES = 1 << 16
 """Of an error's body that are read."""
 MODELS_BYTES = 4 << 20
 CALL_SECONDS = 30.0
+SPARE_FILES = 64
+"""Descriptors that are no streams."""
 CONTEXT = "context"
 """The reason of a request that is longer than the endpoint's context, as our own Conductor names it."""
 REASON_HEADER = "x-moonpool-reason"
@@ -98,11 +101,13 @@ class Endpoint:
         if self._session is not None:
             await self._session.close()
 
-    async def stream(self, path: str, body: bytes, headers: Mapping[str, str] | None = None) -> Reply:
-        """POST `body`, now. Whatever goes wrong is in the reply."""
+    async def stream(
+        self, path: str, body: bytes, headers: Mapping[str, str] | None = None, ids: list[int] | None = None
+    ) -> Reply:
+        """POST `body`, now. Whatever goes wrong is in the reply. `ids`: is given the ids of its tokens."""
         assert self._session is not None, "used as a context"
         loop = asyncio.get_running_loop()
-        reading = _Reading()
+        reading = _Reading(ids)
         status = 0
         try:
             async with (
@@ -145,6 +150,16 @@ def base_of(url: str) -> str:
         raise ConfigError("--url: a name or password in it would stand in every report; give --api-key")
     path = parts.path.rstrip("/")
     return f"{parts.scheme}://{parts.netloc}{path if path.endswith('/v1') else path + '/v1'}"
+
+
+def room_for(streams: int) -> int:
+    """As many of them as this process may open files for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = streams + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return streams if soft == resource.RLIM_INFINITY else max(min(streams, soft - SPARE_FILES), 1)
 
 
 def unreachable(base: str, why: str) -> MoonpoolError:
@@ -204,9 +219,10 @@ _decode = msgspec.json.Decoder(_Event).decode
 class _Reading:
     """An answer as far as it has come."""
 
-    def __init__(self) -> None:
+    def __init__(self, ids: list[int] | None = None) -> None:
         self.reason = self.message = ""
         self.completed = False
+        self._ids = ids
         self._times: list[float] = []
         self._usage = Usage()
         self._rest = b""
@@ -241,6 +257,8 @@ class _Reading:
         for choice in event.choices:
             if count := choice.tokens():
                 self._times += [now] * count
+            if self._ids is not None and choice.token_ids:
+                self._ids += choice.token_ids
         if event.usage is not None:
             told = event.usage
             cached = told.prompt_tokens_details.cached_tokens if told.prompt_tokens_details else None

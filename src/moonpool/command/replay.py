@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from moonpool.trace.arrivals import Arrivals
 
 INTERRUPTED = 130
-SPARE_FILES = 64
-"""Descriptors that are no streams."""
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -85,7 +82,7 @@ def replay(wanted: Wanted, tokenizer: Callable[[str], Path]) -> int:
 
     Raises ConfigError, TraceError, or MoonpoolError where the endpoint cannot be used at all.
     """
-    from moonpool.bench.endpoint import base_of
+    from moonpool.bench.endpoint import base_of, room_for
 
     wanted = _sorted_out(wanted)
     others = read_columns(wanted.files)
@@ -94,7 +91,7 @@ def replay(wanted: Wanted, tokenizer: Callable[[str], Path]) -> int:
     traffic = Traffic(wanted.workload, wanted.workload.block_size)
     arrivals = traffic.requests(seed=wanted.seed)
     wish = _wish(wanted, tokenizer)
-    most = _room_for(wanted.most_streams)
+    most = room_for(wanted.most_streams)
     tally, dialect, interrupted = asyncio.run(_measure(wanted, arrivals, wish, most))
     if not len(tally.outcomes):
         if not interrupted:
@@ -190,16 +187,6 @@ def _text(name: str, directory_of: Callable[[str], Path]) -> tuple[Words, int]:
     found.no_truncation()
     found.no_padding()
     return text_words(found), found.get_vocab_size()
-
-
-def _room_for(streams: int) -> int:
-    """As many of them as this process may open files for."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = streams + SPARE_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return streams if soft == resource.RLIM_INFINITY else max(min(streams, soft - SPARE_FILES), 1)
 
 
 async def _measure(wanted: Wanted, arrivals: Arrivals, wish: Wish, most: int) -> tuple[Tally, Dialect, bool]:
