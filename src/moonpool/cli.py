@@ -182,7 +182,9 @@ def pull(name: Annotated[str, typer.Argument(help="The model's name.")] = "smoll
 @app.command()
 def status(
     url: Annotated[str, typer.Option(help="The gateway.")] = "http://127.0.0.1:8000",
-    once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one table and end, as where the output is no terminal.")
+    ] = False,
 ) -> int:
     """A live table of the cluster's parts, requests and KVCache."""
     from moonpool.command.status import status as run

@@ -102,8 +102,9 @@ def test_a_key_is_sent(gateway: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Gateway.asked == [("/cluster", "Bearer sesame")]
 
 
-def test_once_prints_one_table(gateway: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.status(gateway, once=True) == 0
+@pytest.mark.parametrize("once", [True, False], ids=["asked for", "no terminal"])
+def test_once_prints_one_table(gateway: str, capsys: pytest.CaptureFixture[str], once: bool) -> None:
+    assert command.status(gateway, once) == 0
     assert "decode-0" in capsys.readouterr().out
     assert len(Gateway.asked) == 1
 

@@ -293,6 +293,17 @@ def test_silence_in_the_handshake_and_in_a_frame_is_not_waited_for(
         assert sock.recv(10) == b""
 
 
+def test_a_connection_that_only_rests_is_closed_without_a_warning(
+    node: NodePeer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("moonpool.messenger.server.IDLE_SECONDS", 0.2)
+    with connect(node) as sock:
+        greet(Channel(sock), data_key(None), time.monotonic() + SECONDS)
+        sock.settimeout(SECONDS)
+        assert sock.recv(10) == b""
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == []
+
+
 @pytest.mark.parametrize(
     "data",
     [b"\xff\xff\xff\xff", b"\x03\x00\x00\x00\xc1\xc1\xc1", b"\x05\x00\x00\x00\x81\xa4typ"],

@@ -9,7 +9,9 @@ import time
 import numpy as np
 import pytest
 
-from moonpool.messenger.channel import MAX_BUFFERS, PIECE_BYTES, Channel
+from moonpool.errors import TransferError
+from moonpool.messenger.channel import MAX_BUFFERS, PIECE_BYTES, Channel, greet
+from moonpool.wire.security import data_key
 
 SECONDS = 20.0
 
@@ -40,6 +42,14 @@ def test_parts_come_one_behind_the_other(ends: tuple[Channel, Channel], sizes: l
     one.send(content[-1:], until)
     receiver.join(SECONDS)
     assert np.array_equal(arrived, content)
+
+
+def test_a_web_server_is_told_from_a_node(ends: tuple[Channel, Channel]) -> None:
+    one, two = ends
+    until = time.monotonic() + SECONDS
+    two.send(b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain; charset=utf-8\r\n", until)
+    with pytest.raises(TransferError, match="speaks HTTP: that is no node's data address"):
+        greet(one, data_key(None), until)
 
 
 def test_parts_that_nobody_takes_end_with_the_deadline(ends: tuple[Channel, Channel]) -> None:

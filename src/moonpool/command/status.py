@@ -62,11 +62,11 @@ class State(msgspec.Struct, frozen=True):
 
 
 def status(url: str, once: bool) -> int:
-    """Show the table, again every second unless `once`. Raises MoonpoolError where nothing answers at first."""
+    """Show the table, again every second on a terminal unless `once`. Raises MoonpoolError where nothing answers."""
     state = fetch(url)
     console = Console()
     if not console.is_terminal:
-        console = Console(width=FILE_COLUMNS)
+        console, once = Console(width=FILE_COLUMNS), True
     if once:
         console.print(render(state, console))
         return 0

@@ -92,6 +92,9 @@ def again_after(seconds: float) -> dict[str, str]:
     return {"retry-after": str(max(1, math.ceil(seconds)))}
 
 
+_BOUNDS = "the model's own, or what the workers' pages or a node's DRAM hold"
+
+
 def beyond_context(
     where: str, prompt: int | str, context: int, output: int = 0, output_field: str | None = None
 ) -> ApiError:
@@ -100,11 +103,11 @@ def beyond_context(
     `output_field` named the output; None: it is the default. `param` is the prompt's field.
     """
     if not output or isinstance(prompt, str):
-        message = f"{where} has {prompt} tokens, and the context of this model is {context} tokens, prompt and output"
+        message = f"{where} has {prompt} tokens, and the context is {context} tokens, prompt and output: {_BOUNDS}"
     else:
         given = f"{output_field} is {output}" if output_field else f"max_tokens is {output} by default"
         message = (
             f"{where} has {prompt} tokens and {given}: {prompt + output} in all, "
-            f"but the context of this model is {context} tokens; shorten the prompt or ask for fewer tokens"
+            f"but the context is {context} tokens ({_BOUNDS}); shorten the prompt or ask for fewer tokens"
         )
     return invalid(where.partition("[")[0], message, "context_length_exceeded")

@@ -380,6 +380,8 @@ def greet(channel: Channel, key: bytes, until: float) -> None:
     answer = np.empty(_NONCE_BYTES + _MAC_BYTES, np.uint8)
     channel.receive_into(answer, until)
     theirs, proof = answer[:_NONCE_BYTES].tobytes(), answer[_NONCE_BYTES:].tobytes()
+    if theirs.startswith(b"HTTP/"):
+        raise TransferError("what answers there speaks HTTP: that is no node's data address")
     if not hmac.compare_digest(proof, _proof(key, b"server", mine, theirs)):
         raise TransferError(f"data handshake refused: the other side has {_whose(key, proof, mine, theirs)}")
     channel.send(_proof(key, b"client", mine, theirs), until)

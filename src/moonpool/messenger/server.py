@@ -174,7 +174,10 @@ class TcpServer:
                 idle_since + IDLE_SECONDS, FRAME_SECONDS, SPIN_SECONDS if is_busy else 0.0
             )
         except TimeoutError:
-            raise TransferError("silent too long") from None
+            if time.monotonic() >= idle_since + IDLE_SECONDS:
+                # Whoever has the other end connects anew when he needs it.
+                raise EOFError from None
+            raise TransferError("half a frame, and no more of it in time") from None
         except UnreadableError as e:
             if e.kind not in _FOLLOWED_BY_NOTHING:
                 raise
