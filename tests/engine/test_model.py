@@ -179,7 +179,8 @@ def test_a_local_directory_must_hold_a_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["smolm2", "/no/such/dir", "a/b/c", "../x", "owner/", ""])
-def test_what_is_no_model_is_named(name: str) -> None:
+def test_what_is_no_model_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # beside the checkout there may be anything
     with pytest.raises(ModelError, match=f"no model '{name}': not a directory here, not one of smollm2"):
         model.resolve(name)
 
