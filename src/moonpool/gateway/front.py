@@ -29,6 +29,8 @@ _QUIET = frozenset({"/health", "/ready", "/metrics", "/cluster", "/cluster/live"
 """Asked for again and again by machines: no news."""
 _PRIVATE = ("/cluster", "/v1/caching")
 """What a page of another site must not read either, by a name of its own for this host."""
+_CHANGED = "/v1/caching/"
+"""Where PUT and PATCH are."""
 _WITH_BODY = ("POST", "PUT", "PATCH")
 _WILDCARDS = ("", "0.0.0.0", "::")
 
@@ -102,7 +104,8 @@ class Front:
             self._check_host(headers.get("host", ""))
         if method in _WITH_BODY:
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind != "application/json" and (path in self._posts or method != "POST"):
+            is_read = path in self._posts if method == "POST" else path.startswith(_CHANGED)
+            if is_read and kind != "application/json":
                 shown = f", not {kind[:64]!r}" if kind else ""
                 raise ApiError(415, f"the content type must be application/json{shown}", param="content-type")
 
