@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 from moonpool.core.admission import AdmissionPolicy, DearFirst
 from moonpool.core.coupled import CoupledMode
 from moonpool.core.eviction import EvictionPolicy
-from moonpool.core.vocabulary import PriorityClass
+from moonpool.core.vocabulary import PlacementPolicy, PriorityClass
 
 BYTES = {"unit": "bytes"}
 SECONDS = {"unit": "seconds"}
@@ -163,17 +163,7 @@ class PlacementConfig(Struct, frozen=True):
         Meta(description="priority classes: a list, or a YAML file with one (docs/operations.md)"),
     ] = ()
     placement: Annotated[
-        Literal[
-            "kvcache-centric",
-            "algorithm-1",
-            "cache-aware",
-            "prefix-affine",
-            "load-balance",
-            "round-robin",
-            "random",
-            "lmetric",
-            "dynamo",
-        ],
+        PlacementPolicy,
         Meta(description="how prefill and decode instances are chosen"),
     ] = "kvcache-centric"
     fetch_threshold: Annotated[

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import psutil
 import pytest
 
 from moonpool.bench.cluster import RunningCluster, running_cluster
+from moonpool.bench.process import anonymous_bytes
 from tests.live.kit import audit, complete, random_prompt
 from tests.soak import SOAK
 
@@ -28,9 +28,7 @@ def held(cluster: RunningCluster) -> dict[str, int]:
     for process in psutil.Process(cluster.process.pid).children():
         words = process.cmdline()
         if "--id" in words:
-            status = Path(f"/proc/{process.pid}/status").read_text()
-            (kib,) = re.findall(r"RssAnon:\s+(\d+) kB", status)
-            found[words[words.index("--id") + 1]] = int(kib) << 10
+            found[words[words.index("--id") + 1]] = anonymous_bytes(process.pid)
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import subprocess
 import time
@@ -19,6 +20,13 @@ ORDER_SECONDS = 120.0
 """A hang guard: the slowest pass takes some seconds."""
 END_SECONDS = 15.0
 TAIL_CHARACTERS = 2000
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Of a process's memory, without what it shares: pages of an arena that it alone has touched are in its USS."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (kib,) = re.findall(r"RssAnon:\s+(\d+) kB", status)
+    return int(kib) << 10
 
 
 @contextlib.contextmanager

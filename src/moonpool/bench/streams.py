@@ -17,7 +17,6 @@ import random
 import re
 import statistics
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 import psutil
@@ -27,6 +26,7 @@ from rich.console import Console
 from moonpool.bench.cluster import RunningCluster, running_cluster
 from moonpool.bench.endpoint import Endpoint, Reply, base_of, room_for
 from moonpool.bench.open_loop import prompt_of
+from moonpool.bench.process import anonymous_bytes
 from moonpool.bench.result import Bar, bar, print_result
 from moonpool.engine.timed import TimedConfig, reference_tokens
 from moonpool.errors import MoonpoolError
@@ -129,9 +129,7 @@ class Gateway:
 
     def anonymous(self) -> int:
         """Bytes."""
-        status = Path(f"/proc/{self._process.pid}/status").read_text()
-        (kib,) = re.findall(r"RssAnon:\s+(\d+) kB", status)
-        return int(kib) << 10
+        return anonymous_bytes(self._process.pid)
 
 
 @contextlib.asynccontextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from moonpool.core.policies import (
     place_random,
     place_round_robin,
 )
+from moonpool.core.vocabulary import PlacementPolicy
 
 __all__ = [
     "PLACEMENT_POLICIES",
@@ -38,17 +39,6 @@ __all__ = [
     "place",
 ]
 
-PlacementPolicy = Literal[
-    "kvcache-centric",
-    "algorithm-1",
-    "cache-aware",
-    "prefix-affine",
-    "load-balance",
-    "round-robin",
-    "random",
-    "lmetric",
-    "dynamo",
-]
 PLACEMENT_POLICIES: tuple[PlacementPolicy, ...] = get_args(PlacementPolicy)
 
 

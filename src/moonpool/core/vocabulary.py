@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Sequence
-from typing import Annotated, NewType
+from typing import Annotated, Literal, NewType
 
 from msgspec import Meta, Struct
 
@@ -24,6 +24,19 @@ BlockKey = NewType("BlockKey", bytes)
 """16 bytes: the chained prefix hash of one whole block (`blocks.py`)."""
 KeySpaceId = NewType("KeySpaceId", str)
 """Hex id of the root that all block keys of one model, dtype and layout share."""
+
+PlacementPolicy = Literal[
+    "kvcache-centric",
+    "algorithm-1",
+    "cache-aware",
+    "prefix-affine",
+    "load-balance",
+    "round-robin",
+    "random",
+    "lmetric",
+    "dynamo",
+]
+"""How prefill and decode instances are chosen (`placement.py`)."""
 
 BLOCK_KEY_BYTES = 16
 MAX_ID_CHARS = 256

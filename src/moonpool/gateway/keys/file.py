@@ -170,7 +170,7 @@ def _alone(directory: Path) -> Iterator[None]:
 def _put(path: Path, data: bytes) -> None:
     fd, made = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
     try:
-        with open(fd, "wb") as out:  # noqa: PTH123
+        with os.fdopen(fd, "wb") as out:
             if os.geteuid() == 0 and path.exists():  # or the gateway's user could not read what root has written
                 os.fchown(fd, path.stat().st_uid, path.stat().st_gid)
             out.write(data)
