@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from moonpool.bench.figures import BATCH, KIB, LOCAL, MIB, OURS, PEER, REMOTE, Case, Figures
-from moonpool.bench.limits import SHARED_COPY, SOCKETS_SUMMED, SOCKETS_VERIFIED
+from moonpool.bench.limits import SOCKETS_SUMMED, SOCKETS_VERIFIED
 from moonpool.bench.result import Bar, bar
 from moonpool.bench.ssd import PLACE as SSD
 from moonpool.bench.ssd import RAW_READ, RAW_WRITE
 
 REMOTE_TIMES = 2.0
 LOCAL_TIMES = 1.5
-COPY_SHARE = 0.9
 LIMIT_SHARE = 0.8
 VIEW_TIMES = 1.5
 EXISTS_TIMES = 1.0
@@ -21,7 +20,6 @@ def bars(figures: Figures, lack: str) -> list[Bar]:
     return [
         *_against_peer(figures, lack),
         *_against_sockets(figures),
-        _against_copies(figures),
         _views(figures),
         *_exists(figures, lack),
         *_against_disk(figures),
@@ -44,12 +42,6 @@ def _against_sockets(figures: Figures) -> list[Bar]:
         for do, limit in (("put", SOCKETS_SUMMED), ("get", SOCKETS_VERIFIED))
         for case in (Case(REMOTE, do, 8 * MIB, BATCH),)
     ]
-
-
-def _against_copies(figures: Figures) -> Bar:
-    """Of a batch on the same host: where the peer copies nearly as fast as the memory lets it, none is far ahead."""
-    case = Case(LOCAL, "get", MIB, BATCH)
-    return bar(f"{LOCAL}: {case}, of a {SHARED_COPY}", figures.share(case, SHARED_COPY), COPY_SHARE)
 
 
 def _views(figures: Figures) -> Bar:

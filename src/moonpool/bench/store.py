@@ -47,7 +47,7 @@ Sides = dict[str, Worker]
 @dataclass(frozen=True, slots=True)
 class Plan:
     walk_bytes: int = 256 * MIB
-    repetitions: int = 5
+    repetitions: int = 9
     exists_calls: int = 1000
 
 

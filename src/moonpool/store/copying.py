@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from moonpool.messenger.transfer import Bytes
+from moonpool.store.past_cache import Copy, copy_past_cache
 
 Work = Callable[[], None]
 """One piece of a copy. Pieces do not depend on each other."""
@@ -38,6 +39,11 @@ def copy(target: Bytes, source: Bytes) -> None:
         np.bitwise_or(source, _ZERO, out=target)
     else:
         np.copyto(target, source)
+
+
+def copier(nbytes: int) -> Copy:
+    """What copies the pieces of so many bytes best: what stays in no cache anyway goes past it."""
+    return (copy_past_cache() if nbytes >= ALONE_BYTES else None) or copy
 
 
 def piece_bytes(nbytes: int) -> int:

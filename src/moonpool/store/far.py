@@ -41,7 +41,7 @@ CONNECTIONS = 16
 for as long, and whatever it waits for may be this client's own next call."""
 SPREAD_BYTES = 4 << 20
 """What is worth more than one connection."""
-GROUP_BYTES = 64 << 20
+GROUP_BYTES = 128 << 20
 """Of a larger transfer so much is moved before it is decided anew over how many connections."""
 IDLE_SECONDS = 60.0
 """The node closes a connection that was idle for longer than that."""

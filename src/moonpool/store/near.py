@@ -30,7 +30,7 @@ from moonpool.messenger.questions import (
 from moonpool.messenger.transfer import Bytes
 from moonpool.store.calls import Caller, LostError
 from moonpool.store.client import enter, open_socket
-from moonpool.store.copying import Crew, Work, copy, piece_bytes
+from moonpool.store.copying import Crew, Work, copier, piece_bytes
 from moonpool.store.forks import Maker, forget_in_children
 from moonpool.store.home import Held, Layers, Wait
 from moonpool.store.messages import (
@@ -46,6 +46,7 @@ from moonpool.store.messages import (
     Told,
     answer_frames,
 )
+from moonpool.store.past_cache import Copy
 from moonpool.store.sights import Sights
 
 T = TypeVar("T")
@@ -248,18 +249,19 @@ class NearHome:
 
     def _copy(self, views: Sequence[Bytes], targets: Sequence[Sequence[Bytes]]) -> None:
         nbytes = sum(view.nbytes for view in views)
-        cut = piece_bytes(nbytes)
+        cut, copy = piece_bytes(nbytes), copier(nbytes)
         pairs = zip(views, targets, strict=True)
-        self._crew.run([work for view, pieces in pairs for work in _spreading(view, pieces, cut)], nbytes)
+        self._crew.run([work for view, pieces in pairs for work in _spreading(view, pieces, cut, copy)], nbytes)
 
     def _fill(self, blocks: Sequence[tuple[Bytes, Sequence[Bytes]]], space: KeySpace) -> list[int]:
         """Copy into blocks what is to be theirs; the checksums of their runs, block after block."""
         runs, run_bytes = space.runs, space.run_bytes
         sums = [0] * (len(blocks) * runs)
-        step = max(1, piece_bytes(len(blocks) * space.block_bytes) // run_bytes)
+        nbytes = len(blocks) * space.block_bytes
+        step, copy = max(1, piece_bytes(nbytes) // run_bytes), copier(nbytes)
 
         def fill(at: int, target: Bytes, pieces: Sequence[Bytes]) -> None:
-            found = _fill(target, pieces, run_bytes)
+            found = _fill(target, pieces, run_bytes, copy)
             sums[at : at + len(found)] = found
 
         work: list[Work] = []
@@ -270,25 +272,27 @@ class NearHome:
             for run in range(0, runs, step):
                 chosen = slice(run * run_bytes, (run + step) * run_bytes)
                 work.append(partial(fill, number * runs + run, block[chosen], [pieces[0][chosen]]))
-        self._crew.run(work, len(blocks) * space.block_bytes)
+        self._crew.run(work, nbytes)
         return sums
 
 
-def _fill(block: Bytes, pieces: Sequence[Bytes], run_bytes: int) -> list[int]:
-    """Copy into the block; the checksums of its runs."""
+def _fill(block: Bytes, pieces: Sequence[Bytes], run_bytes: int, copy: Copy) -> list[int]:
+    """Copy into the block; the checksums of its runs.
+
+    They are of what was read, which is in the cache: what was written may have gone past it.
+    """
     digests = RunDigests(run_bytes)
     written = 0
     for piece in pieces:
         for at in range(0, piece.nbytes, PIECE_BYTES):
             part = piece[at : at + PIECE_BYTES]
-            target = block[written : written + part.nbytes]
-            copy(target, part)
-            digests.feed(target.data)
+            copy(block[written : written + part.nbytes], part)
+            digests.feed(part.data)
             written += part.nbytes
     return digests.checksums
 
 
-def _spreading(view: Bytes, pieces: Sequence[Bytes], cut: int) -> Iterator[Work]:
+def _spreading(view: Bytes, pieces: Sequence[Bytes], cut: int, copy: Copy) -> Iterator[Work]:
     """Copies of a block into the pieces, one behind the other, each of at most `cut` bytes."""
     at = 0
     for piece in pieces:
