@@ -519,13 +519,21 @@ def keys_revoke(id_: Annotated[str, typer.Argument(metavar="ID", help="Of the ke
     return revoke(keys, id_)
 
 
+ProfileFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Where the profile goes (default: the one that is `local`).")
+]
+
+
 @app.command()
-@with_flags("model", "pool", "batch", others=CLUSTER)
-def calibrate(config: Config, token: str | None) -> int:
-    """Measure this machine's engine, memory, sockets and disk for about a minute: the hardware profile `local`."""
+@with_flags("model", "fleet", "pool", "batch", others=CLUSTER, own={"out": ProfileFile})
+def calibrate(config: Config, token: str | None, out: Path | None) -> int:
+    """Measure this machine's engine, memory, sockets and disk for about a minute: the hardware profile `local`.
+
+    As many other engines compute meanwhile as `serve` would have workers: they share this machine's cores and memory.
+    """
     from moonpool.command.calibrate import calibrate as run
 
-    return run(config, partial(_engine, config))
+    return run(config, partial(_engine, config), out=out)
 
 
 @app.command()

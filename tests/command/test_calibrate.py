@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from moonpool.bench.calibrate import Fitted, Point, fit, measure_engine, pages_needed
-from moonpool.command.calibrate import calibrate
+from moonpool.bench.neighbours import busy_neighbours
+from moonpool.cli import app
+from moonpool.command.calibrate import calibrate, neighbours
 from moonpool.command.hardware import hardware_profile
-from moonpool.config import Config
+from moonpool.config import Config, FleetConfig, ModelConfig
 from moonpool.core.cost import DecodeCoefficients, PrefillCoefficients
 from moonpool.engine.engine import Draw, Row
 from moonpool.engine.timed import TimedConfig, TimedEngine
 from moonpool.errors import MoonpoolError
 
 PREFILL = PrefillCoefficients(0.01, 2e-3, 3e-7)
+TIMED = Config(model=ModelConfig(engine="timed"))
 DECODE = DecodeCoefficients(0.02, 4e-3, 5e-6)
 
 
@@ -78,7 +83,7 @@ def test_the_profile_is_written_and_taken(
         return engines[-1]
 
     monkeypatch.setattr("moonpool.command.calibrate.measure_engine", _with_its_clock)
-    assert calibrate(Config(), open_engine, 0.0) == 0
+    assert calibrate(TIMED, open_engine, 0.0) == 0
     out = capsys.readouterr().out
     assert "512 tokens after 1536" in out
     assert "0.0%" in out
@@ -91,6 +96,70 @@ def test_the_profile_is_written_and_taken(
     assert profile.ssd_read_bytes_per_second > 1e6
     assert 0 < profile.link_latency < 1.0
     assert sorted(file.name for file in (tmp_path / "profiles").iterdir()) == ["local.yaml"]
+
+
+def test_the_profile_goes_where_it_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MOONPOOL_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("moonpool.command.calibrate.measure_engine", _with_its_clock)
+    assert calibrate(TIMED, StoppedClock, 0.0, tmp_path / "other" / "mine.yaml") == 0
+    assert "mine.yaml` takes it" in capsys.readouterr().out
+    assert hardware_profile(str(tmp_path / "other" / "mine.yaml")).slots == 16
+    assert not (tmp_path / "home" / "profiles").exists()
+
+
+def test_the_flag_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[int, Path | None]] = []
+
+    def measured(config: Config, open_engine: object, out: Path | None) -> int:
+        given.append((neighbours(config), out))
+        return 0
+
+    monkeypatch.setattr("moonpool.command.calibrate.calibrate", measured)
+    runner = CliRunner()
+    assert runner.invoke(app, ["calibrate", "--out", "x.yaml", "--coupled", "3"]).exit_code == 0
+    assert runner.invoke(app, ["calibrate"]).exit_code == 0
+    assert given == [(2, Path("x.yaml")), (1, None)]
+
+
+def test_as_many_others_compute_as_serve_has_workers() -> None:
+    assert neighbours(Config()) == 1
+    assert neighbours(Config(fleet=FleetConfig(prefill=2, decode=3, inline=1))) == 5
+    assert neighbours(Config(fleet=FleetConfig(prefill=2, decode=3, coupled=4))) == 3
+    assert neighbours(TIMED) == 0
+
+
+def fast_engine() -> TimedEngine:
+    config = TimedConfig(1, 1, prefill=PrefillCoefficients(1e-4, 0.0, 0.0), decode=DecodeCoefficients(1e-4, 0.0, 0.0))
+    return TimedEngine(page_count=pages_needed(64), config=config)
+
+
+def broken_engine() -> TimedEngine:
+    raise MoonpoolError("no memory")
+
+
+def test_neighbours_compute_until_the_block_ends() -> None:
+    before = set(multiprocessing.active_children())
+    with busy_neighbours(2, fast_engine):
+        ours = set(multiprocessing.active_children()) - before
+        assert len(ours) == 2
+        assert all(process.is_alive() for process in ours)
+    assert not set(multiprocessing.active_children()) & ours
+
+
+def test_a_neighbour_that_cannot_come_up_or_dies_is_told() -> None:
+    with pytest.raises(MoonpoolError, match="did not come up"), busy_neighbours(1, broken_engine):
+        pass
+    with pytest.raises(MoonpoolError, match="ended too soon"):
+        _with_a_neighbour_killed()
+
+
+def _with_a_neighbour_killed() -> None:
+    with busy_neighbours(1, fast_engine):
+        (mine,) = multiprocessing.active_children()
+        mine.kill()
+        mine.join()
 
 
 def _with_its_clock(engine: StoppedClock, seconds: float) -> tuple[list[Point], list[Point]]:

@@ -82,19 +82,7 @@ def measure_engine(
     Raises MoonpoolError where the engine's pages or context are too small for any of them.
     """
     block = engine.space.block_tokens
-    most = min(engine.context_tokens, engine.page_count * block)
-    prefill = [(start, count) for start in STARTS for count in COUNTS if start + count <= most]
-    decode = [
-        (batch, context)
-        for batch in BATCHES
-        for context in CONTEXTS
-        if context <= engine.context_tokens and batch * -(-context // block) <= engine.page_count
-    ]
-    if len(prefill) < 4 or len(decode) < 4:
-        raise MoonpoolError(
-            f"the engine's {engine.page_count} pages of {block} tokens, or its context of {engine.context_tokens}, "
-            f"are too small to be measured; {pages_needed(block)} pages and {STARTS[1] + COUNTS[-1]} tokens would do"
-        )
+    prefill, decode = _steps(engine)
     for page in range(engine.page_count):
         engine.clear(page)
     times: dict[tuple[str, int, int], list[float]] = {}
@@ -113,6 +101,42 @@ def measure_engine(
         [_prefill_point(*at, median(times["prefill", *at])) for at in prefill],
         [_decode_point(*at, median(times["decode", *at])) for at in decode],
     )
+
+
+def keep_busy(engine: Engine, is_over: Callable[[], bool], clock: Clock = time.perf_counter) -> None:
+    """The same steps until then, a prompt's in turn with as many seconds of decoding. Raises as `measure_engine`."""
+    prefill, decode = _steps(engine)
+    for page in range(engine.page_count):
+        engine.clear(page)
+    batches = itertools.cycle(decode)
+    for start, count in itertools.cycle(prefill):
+        left = _seconds(engine, [_row(start, count, range(engine.page_count), None)], clock)
+        while left > 0 and not is_over():
+            left -= _seconds(engine, list(_batch(*next(batches), engine.space.block_tokens)), clock)
+        if is_over():
+            return
+
+
+def _steps(engine: Engine) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Starts and counts of prefill steps, batches and contexts of decode steps, that its pages and context hold.
+
+    Raises MoonpoolError where they are too few to fit anything to.
+    """
+    block = engine.space.block_tokens
+    most = min(engine.context_tokens, engine.page_count * block)
+    prefill = [(start, count) for start in STARTS for count in COUNTS if start + count <= most]
+    decode = [
+        (batch, context)
+        for batch in BATCHES
+        for context in CONTEXTS
+        if context <= engine.context_tokens and batch * -(-context // block) <= engine.page_count
+    ]
+    if len(prefill) < 4 or len(decode) < 4:
+        raise MoonpoolError(
+            f"the engine's {engine.page_count} pages of {block} tokens, or its context of {engine.context_tokens}, "
+            f"are too small to be measured; {pages_needed(block)} pages and {STARTS[1] + COUNTS[-1]} tokens would do"
+        )
+    return prefill, decode
 
 
 def _prefill_point(start: int, count: int, seconds: float) -> Point:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,7 @@ from moonpool.bench.calibrate import (
     measure_machine,
     pages_needed,
 )
+from moonpool.bench.neighbours import busy_neighbours
 from moonpool.command.hardware import LOCAL, local_file
 from moonpool.config import Config
 from moonpool.core.cost import DecodeCoefficients, PrefillCoefficients
@@ -32,18 +34,22 @@ from moonpool.sim.profile import Profile
 ENGINE_SECONDS = 45.0
 
 
-def calibrate(config: Config, open_engine: Callable[[int], Engine], seconds: float = ENGINE_SECONDS) -> int:
+def calibrate(
+    config: Config, open_engine: Callable[[int], Engine], seconds: float = ENGINE_SECONDS, out: Path | None = None
+) -> int:
     """Measure, print how well the cost models fit, write the profile. `open_engine(pages)`. Raises MoonpoolError."""
-    file = local_file()
+    file = out or local_file()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise ConfigError(f"cannot write {file.parent}: {e.strerror}; MOONPOOL_HOME moves it") from None
     console = Console(highlight=False)
+    pages = pages_needed(config.pool.block_size)
     with Console(stderr=True).status("opening the engine", spinner="dots") as status:
-        engine = open_engine(pages_needed(config.pool.block_size))
-        status.update("measuring prefill and decode steps")
-        prefill_points, decode_points = measure_engine(engine, seconds)
+        engine = open_engine(pages)
+        with busy_neighbours(neighbours(config), partial(open_engine, pages)):
+            status.update("measuring prefill and decode steps")
+            prefill_points, decode_points = measure_engine(engine, seconds)
         status.update("measuring memory, sockets and disk")
         machine = measure_machine(file.parent)
     prefill, decode = fit(prefill_points), fit(decode_points)
@@ -55,8 +61,16 @@ def calibrate(config: Config, open_engine: Callable[[int], Engine], seconds: flo
         f"{machine.disk_read / 1e9:.2f} GB/s reading, {machine.disk_write / 1e9:.2f} GB/s writing"
     )
     _write(file, profile)
-    console.print(f"{escape(str(file))}: `moonpool simulate --hardware {LOCAL}` takes it")
+    named = LOCAL if out is None else escape(str(file))
+    console.print(f"{escape(str(file))}: `moonpool simulate --hardware {named}` takes it", soft_wrap=True)
     return 0
+
+
+def neighbours(config: Config) -> int:
+    """Workers that `serve` would start here beside the one that is measured; those of the timed engine only sleep."""
+    fleet = config.fleet
+    workers = (fleet.coupled or fleet.prefill + fleet.decode) + fleet.inline
+    return workers - 1 if config.model.engine == "torch" else 0
 
 
 def _profile(config: Config, engine: Engine, prefill: Fitted, decode: Fitted, machine: Bandwidths) -> Profile:
@@ -69,7 +83,7 @@ def _profile(config: Config, engine: Engine, prefill: Fitted, decode: Fitted, ma
         sources=(
             f"Measured by `moonpool calibrate`: {config.served_name} on the {config.model.engine} engine, "
             f"{config.model.dtype}, {quantized}{config.model.threads} threads of {os.cpu_count()} cores "
-            f"({platform.machine()}). "
+            f"({platform.machine()}), beside {neighbours(config)} others that computed. "
             f"Prefill fits within {prefill.largest_error:.1%}, decode within {decode.largest_error:.1%}. Link: two "
             f"connections over loopback. Host: one thread copying memory. SSD: the disk of the model cache, {ways}. "
             "Sizes are those of `moonpool serve` with the same options."

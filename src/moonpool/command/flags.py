@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from moonpool.command.settings import Key, Raw, keys_of, read_config
-from moonpool.config import Config
 from moonpool.errors import ConfigError
 
-Command = Callable[[Config, str | None], int]
+Command = Callable[..., int]
 TOKEN_ENV = "MOONPOOL_CLUSTER_TOKEN"
 API_KEY_ENV = "MOONPOOL_API_KEY"
 MAX_TOKEN_CHARS = 1024
@@ -29,9 +28,14 @@ TokenFile = Annotated[
 
 
 def with_flags(
-    *sections: str, others: tuple[str, ...] = (), without: tuple[str, ...] = ()
+    *sections: str,
+    others: tuple[str, ...] = (),
+    without: tuple[str, ...] = (),
+    own: Mapping[str, object] | None = None,
 ) -> Callable[[Command], Callable[..., int]]:
     """Turn `command(config, token)` into a function whose parameters are the flags of these sections.
+
+    `own`: further parameters of the command, all optional, with their annotations; they are no keys of the file.
 
     A YAML file may hold the keys of `others` sections too, and those of `without`, which are no flags of this command:
     so that one file serves every part of a cluster.
@@ -41,14 +45,16 @@ def with_flags(
     def decorate(command: Command) -> Callable[..., int]:
         def run(config: Path | None, cluster_token_file: Path | None, **flags: Raw) -> int:
             given = {key.name: flags[_parameter(key)] for key in keys.values()}
+            mine = {name: flags[name] for name in own or {}}
             from moonpool.command.hardware import sized
 
             read = read_config(config, given, (*sections, *others))
-            return command(sized(read), cluster_token(cluster_token_file))
+            return command(sized(read), cluster_token(cluster_token_file), **mine)
 
         parameters = [_flag(key) for key in keys.values()]
         parameters.append(_keyword("config", ConfigFile))
         parameters.append(_keyword("cluster_token_file", TokenFile))
+        parameters += [_keyword(name, annotation) for name, annotation in (own or {}).items()]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         run.__name__, run.__doc__ = command.__name__, command.__doc__
