@@ -8,7 +8,7 @@ PY := .venv/bin/python -P
 INSTALLED := .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-browser test-vllm test-vllm-core demo-vllm soak check bench bench-int8 bench-journal bench-core bench-overload bench-pipeline bench-scale bench-streams bench-store bench-layerwise bench-engine bench-vllm bench-goodput clean venv model format
+.PHONY: help serve test test-browser test-vllm test-vllm-core demo-vllm soak check bench bench-int8 bench-journal bench-core bench-overload bench-pipeline bench-scale bench-streams bench-store bench-layerwise bench-engine bench-vllm bench-goodput bench-aiperf clean venv model format
 
 help:
 	@echo "make serve    serve SmolLM2-135M on http://127.0.0.1:8000   (ARGS='--nodes 2 --decode 2' and so on)"
@@ -32,6 +32,7 @@ help:
 	@echo "make bench-engine  the torch engine beside vLLM on CPU         (DEVICE=cuda, ARGS='--threads 1 --no-peer')"
 	@echo "make bench-vllm    two real vLLM servers with the pool, and without   (ARGS='--trace conversation_trace.jsonl')"
 	@echo "make bench-goodput  90 % points, live: pools beside coupled workers, and the simulator beside both   (ARGS=--quick: a smoke test)"
+	@echo "make bench-aiperf  NVIDIA's AIPerf and moonpool replay measure one cluster   (ARGS='--trace trace.jsonl')"
 	@echo "make clean    remove the virtual environment and caches (not the model)"
 
 serve: $(INSTALLED)
@@ -104,6 +105,9 @@ bench-vllm: $(INSTALLED) model
 
 bench-goodput: $(INSTALLED) model
 	$(PY) -m moonpool.bench.goodput $(ARGS)
+
+bench-aiperf: $(INSTALLED) model
+	$(PY) -m moonpool.bench.aiperf $(ARGS)
 
 format: $(INSTALLED)
 	.venv/bin/ruff format .
