@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+import socket
 
 import pytest
 
@@ -12,7 +13,7 @@ from moonpool.core.events import RequestArrived
 from moonpool.errors import ConfigError
 from moonpool.gateway import connection as connection_module
 from tests.gateway.conftest import Open
-from tests.gateway.kit import END, POST_HEAD, connected, run
+from tests.gateway.kit import END, POST_HEAD, connected, run, until
 
 BODY = b'{"prompt": [5], "max_tokens": 3}'
 LENGTH = b"content-length: %d\r\n" % len(BODY)
@@ -143,6 +144,37 @@ def test_large_bodies_are_no_heads(opened: Open) -> None:
     async def test() -> None:
         async with opened(answer=lambda work: [END]) as s:
             assert (await s.complete("Hi", user="x" * (4 * connection_module.HEAD_BYTES))).status_code == 200
+
+    run(test())
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_who_takes_nothing_of_a_complete_answer_is_cut_off_and_who_is_slow_is_not(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, reads: bool
+) -> None:
+    monkeypatch.setattr(connection_module, "TAKE_SECONDS", 0.3)
+    monkeypatch.setattr(connection_module, "TAKE_BYTES", 1)
+    fields = {"prompt": [[5], [6], [7], [8]], "max_tokens": 1900, "logprobs": 5, "return_token_ids": True}
+    body = json.dumps(fields).encode()
+    close = b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+
+    async def test() -> None:
+        async with opened(answer=lambda work: range(1000, 2900)) as s:
+            loop, connections = asyncio.get_running_loop(), s.gateway._server.server_state.connections
+            with socket.socket() as reader:
+                reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                reader.setblocking(False)
+                host, port = s.url.removeprefix("http://").split(":")
+                await loop.sock_connect(reader, (host, int(port)))
+                await loop.sock_sendall(reader, POST_HEAD + close + body)
+                await until(lambda: s.gateway.cluster.totals["tokens"] == 4 * 1900)
+                answer = b""
+                while reads and (data := await loop.sock_recv(reader, 4096)):
+                    answer += data
+                    await asyncio.sleep(0.01)
+                await until(lambda: not connections)
+                if reads:
+                    assert len(json.loads(answer.partition(b"\r\n\r\n")[2])["choices"]) == 4
 
     run(test())
 

@@ -22,6 +22,9 @@ MAX_CONNECTIONS = 4096
 """Or twice as many as requests, where that is more: those that are refused need one, too."""
 SPARE_CONNECTIONS = 64
 """Past the bound: they are told so. Others are dropped."""
+TAKE_SECONDS, TAKE_BYTES = 30.0, 16 << 10
+"""Of a complete response that is still here a reader takes as much in as long, or its connection is broken: nothing
+else would end it, for closing waits until all has been taken."""
 OWN_FILES = 1024
 """That the cluster's own sockets need at most."""
 
@@ -52,6 +55,8 @@ class Connection(HttpToolsProtocol):
         self._most = most
         self._deadline: asyncio.TimerHandle | None = None
         """While a head is awaited."""
+        self._reading: asyncio.TimerHandle | None = None
+        """While some of a complete response is not taken."""
         self._unused = 0
         """Bytes since the last piece of a body or end of a message: a head or trailers in the coming."""
 
@@ -66,6 +71,8 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        if self._reading is not None:
+            self._reading.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -116,6 +123,20 @@ class Connection(HttpToolsProtocol):
             super().on_message_complete()
 
     # ---- limits
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._reading is not None:
+            self._reading.cancel()
+        self._await_reader()
+
+    def _await_reader(self, before: int | None = None) -> None:
+        """`before`: bytes that were not taken TAKE_SECONDS ago."""
+        left = self.transport.get_write_buffer_size()
+        if before is not None and left > max(before - TAKE_BYTES, 0):
+            self.transport.abort()
+        elif left:
+            self._reading = self.loop.call_later(TAKE_SECONDS, self._await_reader, left)
 
     def _await_head(self) -> None:
         self._deadline = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
