@@ -17,7 +17,7 @@ help:
 	@echo "make demo-vllm  two vLLM servers on CPU, for prefill and decode, behind one endpoint (3.4 GB the first time)"
 	@echo "make test-vllm  the connector, and the gateway before real vLLM servers on CPU (sets them up: 3.4 GB; then 8 minutes)"
 	@echo "make test-vllm-core  what of it CI runs: hits and answers, no faults (some four minutes once it is set up)"
-	@echo "make soak     the long versions of tests: thousands of crashes, larger searches (an hour)"
+	@echo "make soak     the long versions of tests: thousands of crashes, larger searches, half an hour of kills (two hours)"
 	@echo "make check    formatting, lint, types, import rules"
 	@echo "make bench    measure this machine"
 	@echo "make bench-int8    int8 weights beside float32: speed and accuracy   (ARGS='--threads 1')"
@@ -58,8 +58,8 @@ test-vllm-core: $(INSTALLED) model
 demo-vllm: $(INSTALLED) model
 	$(PY) -m moonpool.bench.vllm_demo $(ARGS)
 
-soak: $(INSTALLED)
-	MOONPOOL_SOAK=1 $(PY) -m pytest --timeout 3600 $(or $(ARGS),tests/core tests/store tests/contract tests/trace tests/wire tests/sim tests/live/test_fuzz.py)
+soak: $(INSTALLED) model
+	MOONPOOL_SOAK=1 $(PY) -m pytest --timeout 3600 $(or $(ARGS),tests/core tests/store tests/contract tests/trace tests/wire tests/sim tests/live/test_fuzz.py tests/live/test_memory.py tests/live/test_many_streams.py tests/live/test_chaos.py)
 
 check: $(INSTALLED)
 	.venv/bin/ruff format --check .

@@ -777,11 +777,13 @@ def _gateway(config: Config, token: str | None, part: PartId) -> Work:
 
 def _conductor_alone(config: Config, token: str | None, part: PartId) -> Work:
     from moonpool.live.conductor import run_conductor
+    from moonpool.live.process import announce
 
     rules, journal, events = _rules(config), _journal(config), _events(config)
 
     async def work() -> None:
-        with _open(part, config, token, config.part.control_port) as link:
+        with _open(part, config, token, config.part.control_port, is_up=False) as link:
+            announce(link.me, conductor=link.me.address)
             await run_conductor(link, rules, journal=journal, events=events, token=token)
 
     return work

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
@@ -72,12 +73,21 @@ def node_client(cluster: RunningCluster, node: str) -> NodeClient:
     return NodeClient.connect(found[1], name="test", incarnation="test")
 
 
+def pids(cluster: RunningCluster) -> dict[str, int]:
+    """The processes of all parts that run: the supervisor's children that were started under these names."""
+    found = {}
+    for child in psutil.Process(cluster.process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            words = child.cmdline()
+            if "--id" in words:
+                found[words[words.index("--id") + 1]] = child.pid
+    return found
+
+
 def pid_of(cluster: RunningCluster, part: str) -> int:
-    """The process of one part: a child of the supervisor that was started under this name."""
-    for child in psutil.Process(cluster.process.pid).children(recursive=True):
-        if part in child.cmdline():
-            return child.pid
-    raise AssertionError(f"{part} does not run")
+    found = pids(cluster)
+    assert part in found, f"{part} does not run"
+    return found[part]
 
 
 def key_space_of(cluster: RunningCluster) -> KeySpace:

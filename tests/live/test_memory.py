@@ -5,12 +5,11 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import pytest
 
 from moonpool.bench.cluster import RunningCluster, running_cluster
 from moonpool.bench.process import anonymous_bytes
-from tests.live.kit import audit, complete, random_prompt
+from tests.live.kit import audit, complete, pids, random_prompt
 from tests.soak import SOAK
 
 pytestmark = pytest.mark.live
@@ -24,12 +23,7 @@ GROWTH_BYTES = 24 << 20
 def held(cluster: RunningCluster) -> dict[str, int]:
     """Bytes of anonymous memory, by part. Not of the arena: pages of it that only one part has touched yet are in what
     it has for itself (USS), and they become more until the arena is full."""
-    found = {}
-    for process in psutil.Process(cluster.process.pid).children():
-        words = process.cmdline()
-        if "--id" in words:
-            found[words[words.index("--id") + 1]] = anonymous_bytes(process.pid)
-    return found
+    return {part: anonymous_bytes(pid) for part, pid in pids(cluster).items()}
 
 
 @pytest.mark.timeout(900)
