@@ -208,6 +208,21 @@ def test_a_model_that_refuses_everybody_is_put_to_the_test_now_and_then() -> Non
     assert kinds(d.tell(arrival("b", tokens=40))) == ["ReserveRoom"]
 
 
+def test_so_is_a_decode_instance_whose_steps_once_were_slow() -> None:
+    d = warm("forecast", slo=Slo(30.0, 2 * STEP))
+    decode = serve(d, "last").decode.id
+    for _ in range(8 * TRUSTED_OBSERVATIONS):
+        d.tell(ev.DecodeStepped(decode, 1, 40, 3 * STEP))
+    assert rejected(d.tell(arrival("a"))).reason is RejectReason.TBT_SLO
+    d.wait(PROBE_SECONDS + 1.0)
+    busy = d.place(arrival("b"))
+    assert rejected(d.tell(arrival("c"))).reason is RejectReason.TBT_SLO, "one is enough to learn from"
+    d.tell(ev.RequestCancelled(busy.request, "test"))
+    for _ in range(8 * TRUSTED_OBSERVATIONS):
+        d.tell(ev.DecodeStepped(decode, 1, 40, STEP))
+    assert kinds(d.tell(arrival("d"))) == ["ReserveRoom"]
+
+
 def test_what_passes_at_the_gateway_counts_for_the_first_token() -> None:
     d = warm("forecast", slo=Slo(2.0, 0.1))
     assert kinds(d.tell(arrival("in-time", waited=1.0))) == ["ReserveRoom"]

@@ -32,7 +32,8 @@ from moonpool.core.worth import Worth
 TRUSTED_OBSERVATIONS = 8
 """After so many a fitted cost is believed in full."""
 PROBE_SECONDS = 60.0
-"""A prefill instance that had nothing to do for so long gets a request whatever its cost model says."""
+"""A prefill instance that had nothing to do for so long gets a request whatever its cost model says, and whatever that
+of its decode instance says, if this has nothing to do either."""
 MOST_KEPT = 0.6
 """Of a decode instance, beside the margin that is learned."""
 _LEAVING_WEIGHT = 0.02
@@ -229,6 +230,8 @@ class Gate:
         if not prefill.queue and now - prefill.head_since > PROBE_SECONDS:
             # A gate that lets nothing through learns nothing, so an idle instance is tried now and then.
             unsure = 0.0
+            if not ledger.batch:
+                predicted, late = structs.replace(predicted, decode=DecodeLoad(0.0, predicted.decode.room)), False
         waited = now - request.first_arrived_at
         predicted = structs.replace(
             predicted,
