@@ -15,7 +15,9 @@ from tests.soak import SOAK
 pytestmark = pytest.mark.live
 
 BATCH = 16
-LONG, WARM, MEASURED = 2000, 64, 200
+LONG, WARM, MEASURED = 2000, 176, 200
+"""Warm after 9 to 11 batches: until then the code that oneDNN keeps for products of some shapes fills its place
+(`engine.loading.bound_caches`), some 50 MiB of a prefill worker; in the 8 batches after that it grew by 4."""
 GROWTH_BYTES = 24 << 20
 """A fiftieth of what a worker holds: allocators do not give all back."""
 
@@ -26,7 +28,7 @@ def held(cluster: RunningCluster) -> dict[str, int]:
     return {part: anonymous_bytes(pid) for part, pid in pids(cluster).items()}
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not SOAK, reason="MOONPOOL_SOAK=1: some minutes")
 def test_memory_does_not_grow_with_requests(smollm2: Path) -> None:
     """Batches of short prompts of all lengths, one long prompt among each."""
