@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import resource
 import socket
@@ -94,8 +95,8 @@ def test_junk_during_a_stream_puts_no_error_page_into_it(opened: Open) -> None:
     run(test())
 
 
-@pytest.mark.parametrize("before", [b"", HEALTH, HEALTH + b"\r\n", HEALTH + b"content-length: 9\r\n\r\n{"])
-def test_a_head_that_does_not_come_ends_the_connection(
+@pytest.mark.parametrize("before", [b"G", HEALTH, HEALTH + b"\r\n", POST_HEAD + UPGRADE])
+def test_a_head_that_does_not_come_is_answered_and_ends_the_connection(
     opened: Open, monkeypatch: pytest.MonkeyPatch, before: bytes
 ) -> None:
     monkeypatch.setattr(connection_module, "HEAD_SECONDS", 0.2)
@@ -104,6 +105,47 @@ def test_a_head_that_does_not_come_ends_the_connection(
         async with opened() as s, connected(s) as talk:
             await talk.send(before)
             if before.count(b"\r\n\r\n"):
+                assert status(await talk.answer()) == 200
+                await talk.send(b"G")
+            answer = await talk.answer()
+            check_error(answer, 408)
+            assert b"the request's head did not come within 0.2 s" in answer
+            assert await talk.closed()
+
+    run(test())
+
+
+def test_a_head_that_comes_a_byte_at_a_time_has_no_longer(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_module, "HEAD_SECONDS", 0.5)
+
+    async def test() -> None:
+        async with opened() as s, connected(s) as talk:
+
+            async def trickle() -> None:
+                with contextlib.suppress(ConnectionError):
+                    while True:
+                        await talk.send(b"x")
+                        await asyncio.sleep(0.02)
+
+            await talk.send(b"GET /health HTTP/1.1\r\na: ")
+            trickling = asyncio.create_task(trickle())
+            check_error(await talk.answer(), 408)
+            trickling.cancel()
+            await asyncio.wait([trickling])
+
+    run(test())
+
+
+@pytest.mark.parametrize("before", [b"", HEALTH + b"content-length: 9\r\n\r\n{"], ids=["nothing", "a body"])
+def test_a_connection_on_which_no_head_has_begun_just_ends(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, before: bytes
+) -> None:
+    monkeypatch.setattr(connection_module, "HEAD_SECONDS", 0.2)
+
+    async def test() -> None:
+        async with opened() as s, connected(s) as talk:
+            await talk.send(before)
+            if before:
                 assert status(await talk.answer()) == 200
                 await talk.send(b"G")
             assert await talk.closed()

@@ -139,7 +139,15 @@ class Connection(HttpToolsProtocol):
             self._reading = self.loop.call_later(TAKE_SECONDS, self._await_reader, left)
 
     def _await_head(self) -> None:
-        self._deadline = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
+        self._deadline = self.loop.call_later(HEAD_SECONDS, self._head_is_late)
+
+    def _head_is_late(self) -> None:
+        """Who has sent a part of it is told; who has sent nothing asked for nothing."""
+        self._deadline = None
+        if self._unused:
+            self._refuse(ApiError(408, f"the request's head did not come within {HEAD_SECONDS:g} s"))
+        else:
+            self.transport.abort()
 
     def _stop_waiting(self) -> None:
         if self._deadline is not None:
