@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, settings
 from rich.console import Console
 
 from moonpool.bench import vllm_cpu
-from moonpool.bench.cluster import RunningCluster, heed_interrupts, running_cluster
+from moonpool.bench.cluster import RunningCluster, running_cluster
 from moonpool.bench.peer import INSTALL_SECONDS, Peer, PeerUnreachableError
+from moonpool.interrupts import heed_interrupts
 
 heed_interrupts()
 

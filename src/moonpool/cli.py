@@ -23,6 +23,7 @@ from moonpool.command.workload import Workload, with_trace, with_workload
 from moonpool.config import Config
 from moonpool.core.vocabulary import PartId, Slo
 from moonpool.errors import ConfigError, StageLostError
+from moonpool.interrupts import heed_interrupts
 
 if TYPE_CHECKING:
     from moonpool.command.instances import External
@@ -80,6 +81,7 @@ def _all(
 
 def main() -> None:
     """Run the command. A user's mistake is one line on stderr and exit status 2."""
+    heed_interrupts()
     try:
         status = app(prog_name="moonpool", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):

@@ -23,12 +23,6 @@ READY_SECONDS = 200.0
 STOP_SECONDS = 25.0
 
 
-def heed_interrupts() -> None:
-    """A shell's background job ignores Ctrl-C, and so would every process that it starts and ends by it."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 class RunningCluster:
     """Its supervisor, its URL and its log. Use `running_cluster`, which always ends it."""
 

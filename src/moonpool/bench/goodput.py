@@ -19,7 +19,7 @@ from pathlib import Path
 from msgspec import Struct
 from rich.console import Console
 
-from moonpool.bench.cluster import heed_interrupts, running_cluster
+from moonpool.bench.cluster import running_cluster
 from moonpool.bench.foreseen import Foresight, planned
 from moonpool.bench.goodput_figures import (
     Measured,
@@ -36,6 +36,7 @@ from moonpool.bench.ninety import Search
 from moonpool.bench.result import Bar, print_result
 from moonpool.core.vocabulary import Slo
 from moonpool.errors import MoonpoolError
+from moonpool.interrupts import heed_interrupts
 
 TRACE = Path("../shared/traces/conversation_trace.jsonl")
 """Beside the checkout."""

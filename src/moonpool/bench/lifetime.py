@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 import psutil
 
-from moonpool.bench.cluster import RunningCluster, heed_interrupts, running_cluster
+from moonpool.bench.cluster import RunningCluster, running_cluster
 from moonpool.bench.result import Bar, bar
+from moonpool.interrupts import heed_interrupts
 
 REPETITIONS = 3
 START = "start to ready, the model in the cache (s)"

@@ -28,9 +28,10 @@ from rich.console import Console
 from rich.table import Table
 
 import moonpool
-from moonpool.bench.cluster import RunningCluster, heed_interrupts, running_cluster
+from moonpool.bench.cluster import RunningCluster, running_cluster
 from moonpool.bench.result import Bar, bar, print_result
 from moonpool.errors import MoonpoolError
+from moonpool.interrupts import heed_interrupts
 
 ONE, PIPELINE, THREADS = "1 worker x 1 thread", "pipeline of 2 x 1 thread", "1 worker x 2 threads"
 TWIN, LIMIT = "another worker x 1 thread", "limit: 2 such workers at once"

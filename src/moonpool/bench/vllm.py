@@ -26,7 +26,6 @@ from rich.console import Console
 from rich.table import Table
 
 from moonpool.bench import vllm_cpu
-from moonpool.bench.cluster import heed_interrupts
 from moonpool.bench.peer import Peer, PeerMissingError
 from moonpool.bench.result import Bar, bar, print_result
 from moonpool.bench.vllm_first_token import COLD, LOCAL, POOL, Seconds, cold, first_tokens, limits
@@ -37,6 +36,7 @@ from moonpool.bench.vllm_traffic import at_rate, offer, slice_of
 from moonpool.core.vocabulary import Slo
 from moonpool.engine.model import resolve
 from moonpool.errors import MoonpoolError
+from moonpool.interrupts import heed_interrupts
 from moonpool.report.run import Run
 from moonpool.trace.request import TraceRequest
 

@@ -16,12 +16,12 @@ from typing import Any
 from rich.console import Console
 
 from moonpool.bench import vllm_cpu
-from moonpool.bench.cluster import heed_interrupts
 from moonpool.bench.peer import PeerMissingError
 from moonpool.bench.vllm_server import EXTERNAL_HITS, metric
 from moonpool.bench.vllm_stand import Stand
 from moonpool.engine.model import resolve
 from moonpool.errors import MoonpoolError
+from moonpool.interrupts import heed_interrupts
 
 PORT = 8000
 PROMPT_TOKENS = 500

@@ -152,9 +152,10 @@ async def _supervise(config: Config, plans: list[PartPlan], token: str, director
         supervisor.stop()
 
     loop = asyncio.get_running_loop()
-    for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(sign) != signal.SIG_IGN:
-            loop.add_signal_handler(sign, stop)
+    for sign in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(sign, stop)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+        loop.add_signal_handler(signal.SIGHUP, stop)
     greeting = asyncio.create_task(_greet(supervisor, screen, config))
     try:
         await supervisor.run()
