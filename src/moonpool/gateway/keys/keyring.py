@@ -15,7 +15,7 @@ from moonpool.core.vocabulary import Slo
 from moonpool.errors import ConfigError
 from moonpool.gateway.keys.checks import BusyError, Checks
 from moonpool.gateway.keys.file import ApiKey, KeyFile, Stamp, read, stamp_of
-from moonpool.gateway.keys.secret import id_of
+from moonpool.gateway.keys.secret import id_of, may_be_hash_of
 from moonpool.gateway.keys.tenant import Rights, Tenant
 from moonpool.gateway.meters import Meters
 from moonpool.gateway.problem import ApiError, again_after, revoked_key, wrong_key
@@ -122,6 +122,8 @@ class Keyring:
         digest = self._checks.digest(key)
         if known.digest is not None:
             return hmac.compare_digest(known.digest, digest)
+        if not may_be_hash_of(known.key.hash, key):
+            return False
         try:
             is_right = await self._checks.is_right(known.key.hash, key, digest)
         except BusyError as e:

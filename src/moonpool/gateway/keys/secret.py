@@ -1,6 +1,8 @@
 """A key as clients send it, `mp-ID-SECRET`, and what is kept of it: a scrypt hash in the PHC string format.
 
-The id is no secret: it names the key in files, logs and answers, and says which one hash is to be looked at.
+The id is no secret: it names the key in files, logs and answers, and says which one hash is to be looked at. So that
+nobody who knows an id can have hash after hash computed, a hash comes with a tag of the key, which tells at once that
+almost any other key is wrong.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import re
 import secrets
 
 ID = r"[0-9a-f]{10}"
-HASH = r"\$scrypt\$ln=1[4-6],r=8,p=1\$[A-Za-z0-9+/]{22}\$[A-Za-z0-9+/]{43}"
+HASH = r"\$scrypt\$ln=1[4-6],r=8,p=1(?:,tag=[0-9a-f]{8})?\$[A-Za-z0-9+/]{22}\$[A-Za-z0-9+/]{43}"
 """16 bytes of salt, 32 of digest; `ln` is bounded, so that no file can ask for gigabytes."""
 COST = 14
 """`ln`, the logarithm of scrypt's N: 16 MiB and some 40 ms for one hash."""
@@ -39,7 +41,14 @@ def id_of(key: str) -> str | None:
 
 def hash_of(key: str) -> str:
     salt = secrets.token_bytes(16)
-    return f"$scrypt$ln={COST},r={_BLOCK},p={_PARALLEL}${_text(salt)}${_text(_scrypt(key, salt, COST))}"
+    parameters = f"ln={COST},r={_BLOCK},p={_PARALLEL},tag={_tag(key)}"
+    return f"$scrypt${parameters}${_text(salt)}${_text(_scrypt(key, salt, COST))}"
+
+
+def may_be_hash_of(hashed: str, key: str) -> bool:
+    """Whether it is worth computing: False for all but one of four thousand million wrong keys. Takes microseconds."""
+    _, _, tag = hashed.split("$")[2].partition(",tag=")
+    return not tag or hmac.compare_digest(tag, _tag(key))
 
 
 def is_hash_of(hashed: str, key: str) -> bool:
@@ -47,6 +56,11 @@ def is_hash_of(hashed: str, key: str) -> bool:
     _, _, parameters, salt, digest = hashed.split("$")
     cost = int(parameters.partition(",")[0].removeprefix("ln="))
     return hmac.compare_digest(_scrypt(key, _bytes(salt), cost), _bytes(digest))
+
+
+def _tag(key: str) -> str:
+    """32 of its bits: who reads them in the file has 160 more to guess."""
+    return hashlib.sha256(b"moonpool key " + key.encode()).hexdigest()[:8]
 
 
 def _scrypt(key: str, salt: bytes, cost: int) -> bytes:
