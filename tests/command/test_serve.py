@@ -116,6 +116,25 @@ def test_killing_the_supervisor_ends_its_parts_and_not_those_of_another(start_cl
     assert answer(third.url)
 
 
+def test_the_doctor_beside_a_cluster_knows_it_for_one(start_cluster: Start, runtime: Path) -> None:
+    cluster = start_cluster(engine="timed")
+    port = int(cluster.url.rsplit(":", 1)[1])
+    told = subprocess.run(
+        [sys.executable, "-m", "moonpool", "doctor", "--port", str(port)],
+        capture_output=True,
+        text=True,
+        timeout=GUARD_SECONDS,
+    )
+    assert told.returncode == 0, told.stdout
+    assert re.search(rf"^ok +running cluster +version \S+ at 127.0.0.1:{port}, ready: ", told.stdout, re.MULTILINE)
+    assert f"moonpool status --url {cluster.url} shows it; another beside it: moonpool serve --port {port + 1}" in (
+        told.stdout
+    )
+    assert told.stdout.rstrip().endswith("a cluster runs here already")
+    assert "lacks" not in told.stdout
+    assert "is taken" not in told.stdout
+
+
 def test_a_second_serve_on_the_same_port_is_refused_in_one_line(start_cluster: Start, runtime: Path) -> None:
     cluster = start_cluster(engine="timed")
     port = cluster.url.rsplit(":", 1)[1]

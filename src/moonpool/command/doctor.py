@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import os
 import platform
 import resource
@@ -13,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from moonpool.command import machine
+from moonpool.command.screen import reachable
 from moonpool.command.serve import free_port
 from moonpool.config import Config
 from moonpool.errors import ConfigError
@@ -20,6 +23,10 @@ from moonpool.errors import ConfigError
 FEW_FILES = 1024
 MODEL_DISK_BYTES = 1 << 30
 """A download, its conversion and a copy in the making."""
+ASK_SECONDS = 2.0
+MOST_ANSWER_BYTES = 1 << 12
+LAST_PORT = 65535
+RUNNING = "running cluster"
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -43,18 +50,18 @@ def doctor(host: str, port: int) -> int:
             soft_wrap=True,
         )
     lacking = [finding.what for finding in findings if finding.state == "lacks"]
-    console.print(
-        f"missing: {', '.join(lacking)}" if lacking else "this machine can run `moonpool serve`", soft_wrap=True
-    )
+    verdict = "this machine can run `moonpool serve`"
+    if any(finding.what == RUNNING for finding in findings):
+        verdict = "a cluster runs here already"
+    console.print(f"missing: {', '.join(lacking)}" if lacking else verdict, soft_wrap=True)
     return 1 if lacking else 0
 
 
 def examine(host: str, port: int) -> list[Finding]:
-    """All findings for the default cluster."""
+    """All findings for the default cluster; where one runs at this port, for another one beside it."""
     checks: list[Callable[[], Finding]] = [
         _python,
         _cores,
-        _memory,
         _shared_memory,
         _disk,
         _curve,
@@ -62,7 +69,10 @@ def examine(host: str, port: int) -> list[Finding]:
         _torch,
         _model,
     ]
-    return [*(check() for check in checks), _port(host, port)]
+    at_port, memory = _port(host, port), _memory()
+    if at_port.what == RUNNING and memory.state == "lacks":
+        memory = Finding("poor", "memory", memory.found, "too little for another cluster beside the one that runs")
+    return [*(check() for check in checks), memory, at_port]
 
 
 def _python() -> Finding:
@@ -165,5 +175,30 @@ def _port(host: str, port: int) -> Finding:
     try:
         free_port(host, port)
     except ConfigError as e:
-        return Finding("lacks", "port", str(e))
+        return _cluster_at(host, port) or Finding("lacks", "port", str(e))
     return Finding("ok", "port", f"{port} on {host} is free")
+
+
+def _cluster_at(host: str, port: int) -> Finding | None:
+    """None: what listens there is no gateway of ours."""
+    with contextlib.suppress(OSError, http.client.HTTPException, msgspec.MsgspecError):
+        version = msgspec.json.decode(_get(host, port, "/version")[1], type=_Version).version
+        is_ready = _get(host, port, "/ready")[0] == http.HTTPStatus.OK
+        found = f"version {version} at {host}:{port}, {'ready' if is_ready else 'not ready yet: see its log'}"
+        look = f"moonpool status --url http://{reachable(host)}:{port} shows it"
+        another = f"; another beside it: moonpool serve --port {port + 1}" if port < LAST_PORT else ""
+        return Finding("ok" if is_ready else "poor", RUNNING, found, look + another)
+    return None
+
+
+class _Version(msgspec.Struct, forbid_unknown_fields=True):
+    version: str
+
+
+def _get(host: str, port: int, path: str) -> tuple[int, bytes]:
+    """Raises OSError, HTTPException."""
+    connection = http.client.HTTPConnection(reachable(host).strip("[]"), port, timeout=ASK_SECONDS)
+    with contextlib.closing(connection):
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read(MOST_ANSWER_BYTES)
