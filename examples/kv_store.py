@@ -116,7 +116,7 @@ def say(role: str, pool: Client, what: str) -> None:
 def connect(address: str) -> Client:
     token = os.environ.get("MOONPOOL_CLUSTER_TOKEN")
     try:
-        return Client.connect(address, token=token, name="kv_store", timeout=START_SECONDS)
+        return Client.connect(address, token=token, name="kv_store", timeout=START_SECONDS, start_timeout=START_SECONDS)
     except PoolError as e:
         sys.exit(f"kv_store: {e}")
 

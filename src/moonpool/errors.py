@@ -9,7 +9,9 @@ MoonpoolError
 ├── TransferError      Messenger could not move bytes
 ├── StageLostError     a stage of this worker's pipeline group is gone: the group forms again
 ├── PoolError          a node refused a call
-│   └── PoolBusyError      for a reason that is over in a moment
+│   ├── PoolBusyError      for a reason that is over in a moment
+│   ├── RoomTooLargeError  it takes more of the arena than pinned blocks leave
+│   └── NodeUnreachableError    there is no node at the address, or it cannot be connected to
 ├── ApiError           a client's request is answered by an error (gateway/problem.py)
 └── ClientGoneError    nobody waits for the answer any more (gateway/problem.py)
 """
@@ -53,3 +55,14 @@ class PoolError(MoonpoolError):
 
 class PoolBusyError(PoolError):
     pass
+
+
+class RoomTooLargeError(PoolError):
+    pass
+
+
+class NodeUnreachableError(PoolError):
+    def __init__(self, message: str, *, is_starting: bool = False) -> None:
+        """`is_starting`: nothing listens there, which is so until a node has started."""
+        super().__init__(message)
+        self.is_starting = is_starting

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moonpool.core.vocabulary import NodePeer
-from moonpool.store import BlockKey, BlockMeta, Client, PoolError, Space, key_of
+from moonpool.store import BlockKey, BlockMeta, Client, NodeUnreachableError, PoolError, Space, key_of
 from moonpool.store.client import NodeClient
 from moonpool.store.extents import PAGE_BYTES
 
@@ -537,10 +537,24 @@ def test_a_node_that_is_gone_is_said_to_be(conductor: Conductor, connect: Connec
         blocks.close()
 
 
-def test_nobody_listens_there(way: str) -> None:
+@pytest.mark.parametrize("start_timeout", [None, 0.0])
+def test_where_nobody_listens_is_said_soon(way: str, start_timeout: float | None) -> None:
+    """Not after the thirty seconds that a call may take."""
     address = "/tmp/no-such-node.sock" if way == "near" else "127.0.0.1:9"
-    with pytest.raises(PoolError, match="no node"):
-        Client.connect(address, timeout=0.01)
+    began = time.monotonic()
+    with pytest.raises(
+        NodeUnreachableError, match=rf"^no node (listens )?at {address}: (nothing listens|No such file)"
+    ):
+        Client.connect(address, **({} if start_timeout is None else {"start_timeout": start_timeout}))
+    assert time.monotonic() - began < 10
+
+
+def test_a_host_that_is_not_there_is_said_to_be_unreachable() -> None:
+    with pytest.raises(NodeUnreachableError, match=r"no node at nohost\.invalid:9100") as told:
+        Client.connect("nohost.invalid:9100")
+    assert not told.value.is_starting
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(NodeUnreachableError, match="no node's data"):
+        Client.connect(f"127.0.0.1:{silent.getsockname()[1]}", timeout=0.2)
 
 
 def test_a_closed_client_says_so(space: Space, pool: Client) -> None:
@@ -671,14 +685,11 @@ def test_a_node_that_only_starts_is_waited_for_on_either_way(conductor: Conducto
         port = free.getsockname()[1]
     with ThreadPoolExecutor(2) as threads:
         addresses = [str(conductor.run_dir / "node-0.sock"), f"127.0.0.1:{port}"]
-        waiting = [threads.submit(Client.connect, address, timeout=SECONDS) for address in addresses]
+        waits = {"timeout": SECONDS, "start_timeout": SECONDS}
+        waiting = [threads.submit(Client.connect, address, **waits) for address in addresses]
         # Both have found nobody by then.
         time.sleep(0.2)
         conductor.start_node("node-0", data_port=port)
         for client in waiting:
             with client.result(SECONDS) as pool:
                 assert pool.node == "node-0"
-    began = time.monotonic()
-    with pytest.raises(PoolError, match="no node at"):
-        Client.connect("127.0.0.1:1", timeout=0.2)
-    assert time.monotonic() - began < 10

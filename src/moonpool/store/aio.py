@@ -12,7 +12,7 @@ from typing import ParamSpec, Self, TypeVar
 
 from moonpool.core.vocabulary import BlockKey, BlockMeta, KeySpace, PartId
 from moonpool.errors import PoolError
-from moonpool.store.api import TIMEOUT_SECONDS, Blocks, Client, Space
+from moonpool.store.api import START_SECONDS, TIMEOUT_SECONDS, Blocks, Client, Space
 from moonpool.store.buffers import Buffer
 from moonpool.store.forks import Maker
 from moonpool.store.home import Layers
@@ -29,11 +29,19 @@ class AsyncClient:
 
     @classmethod
     async def connect(
-        cls, address: str | Path, *, token: str | None = None, name: str = "client", timeout: float = TIMEOUT_SECONDS
+        cls,
+        address: str | Path,
+        *,
+        token: str | None = None,
+        name: str = "client",
+        timeout: float = TIMEOUT_SECONDS,
+        start_timeout: float = START_SECONDS,
     ) -> AsyncClient:
         """See `Client.connect`."""
         threads = ThreadPoolExecutor(THREADS, thread_name_prefix=f"pool {name}")
-        connecting = threads.submit(Client.connect, address, token=token, name=name, timeout=timeout)
+        connecting = threads.submit(
+            Client.connect, address, token=token, name=name, timeout=timeout, start_timeout=start_timeout
+        )
         try:
             return cls(await _cancellable(connecting, Client.close), threads)
         except BaseException:

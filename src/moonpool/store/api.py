@@ -55,6 +55,7 @@ from moonpool.store.rooms import MAX_META_TOKENS
 T = TypeVar("T")
 
 TIMEOUT_SECONDS = 30.0
+START_SECONDS = 2.0
 MOST_REPLICAS = 1 << 20
 KEYS_A_CALL = 1024
 """More are put or copied in parts: a node's books are locked for some ten microseconds a block."""
@@ -85,18 +86,29 @@ class Client:
 
     @classmethod
     def connect(
-        cls, address: str | Path, *, token: str | None = None, name: str = "client", timeout: float = TIMEOUT_SECONDS
+        cls,
+        address: str | Path,
+        *,
+        token: str | None = None,
+        name: str = "client",
+        timeout: float = TIMEOUT_SECONDS,
+        start_timeout: float = START_SECONDS,
     ) -> Client:
         """`address`: the path of a node's socket on this host (zero copies), or `host:port` of its data address.
 
         `token`: the cluster's, for `host:port`. `name` is for the node's log. `timeout`: the most that any call takes,
-        in seconds, beyond what `wait_until` allows.
+        in seconds, beyond what `wait_until` allows. `start_timeout`: of that, how long a node is waited for where
+        nothing listens yet. Raises NodeUnreachableError where there is none, or none that can be connected to;
+        PoolError where it does not let this client in, and for mistakes in the arguments.
         """
         where, is_far = checks.address_of(address)
         if token is not None and not isinstance(token, str):
             raise PoolError(f"a cluster token is a text, not a {type(token).__name__}")
         name, timeout = checks.text(name, "a client's name"), checks.timeout(timeout)
-        return cls(FarHome(str(where), token, name, timeout) if is_far else NearHome(where, name, timeout), timeout)
+        start_timeout = min(max(0.0, checks.seconds(start_timeout, "start_timeout")), timeout)
+        if is_far:
+            return cls(FarHome(str(where), token, name, timeout, start_timeout), timeout)
+        return cls(NearHome(where, name, timeout, start_timeout), timeout)
 
     def __init__(self, home: Home, timeout: float) -> None:
         """Use `connect`."""

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moonpool.core.vocabulary import BlockKey, Incarnation, KeySpace, NodePeer, PartId, RequestId
-from moonpool.errors import PoolError
+from moonpool.errors import NodeUnreachableError, PoolError
 from moonpool.messenger.questions import Question, Reply, packed, unpack_sums
 from moonpool.messenger.transfer import Bytes
 from moonpool.store.arena import map_arena
@@ -86,7 +86,7 @@ class NodeClient:
     @classmethod
     def connect(cls, path: str | Path, *, name: str, incarnation: str, timeout: float = 5.0) -> NodeClient:
         """Raises PoolError if no node answers at the socket `path` within `timeout` seconds."""
-        sock = open_socket(path, name, time.monotonic() + timeout)
+        sock = open_socket(path, name, timeout, timeout)
         try:
             return cls(sock, name, incarnation)
         except (OSError, PoolError) as e:
@@ -394,21 +394,24 @@ class NodeClient:
                 self.on_lost()
 
 
-def open_socket(path: str | Path, name: str, until: float, is_awaited: bool = True) -> socket.socket:
-    """Connected to the node that listens at `path`. Raises PoolError where none does before `until` (monotonic), or
-    at once if it is not awaited.
+def open_socket(path: str | Path, name: str, timeout: float, start_timeout: float) -> socket.socket:
+    """Connected to the node that listens at `path`, which takes it in within `timeout` seconds.
+
+    Raises NodeUnreachableError where none listens after `start_timeout` seconds, PoolError for anything else.
     """
+    until = time.monotonic() + start_timeout
     while True:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            sock.settimeout(max(0.01, until - time.monotonic()))
+            sock.settimeout(max(0.01, timeout))
             sock.connect(str(path))
             return sock
         except (FileNotFoundError, ConnectionRefusedError) as e:
             sock.close()
-            if not is_awaited or time.monotonic() >= until:
+            if time.monotonic() >= until:
                 hint = "" if "/" in str(path) else "; give the path of a node's socket, or host:port"
-                raise PoolError(f"no node listens at {path}: {e.strerror}{hint}") from None
+                message = f"no node listens at {path}: {e.strerror}{hint}"
+                raise NodeUnreachableError(message, is_starting=True) from None
             time.sleep(0.05)
         except OSError as e:
             sock.close()

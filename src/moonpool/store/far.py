@@ -11,7 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 from moonpool.core.vocabulary import BlockKey, BlockMeta, KeySpace, PartId
-from moonpool.errors import MoonpoolError, PoolError, TransferError
+from moonpool.errors import MoonpoolError, NodeUnreachableError, PoolError, TransferError
 from moonpool.messenger import asking
 from moonpool.messenger.channel import Channel, greet
 from moonpool.messenger.questions import (
@@ -50,17 +50,15 @@ SLACK_SECONDS = 5.0
 """What an answer may come after the time that the node was given for it."""
 
 
-class _NobodyThereError(PoolError):
-    """The host is there, but nobody listens at that port."""
-
-
 class FarHome:
     """A `Home`."""
 
     copies = True
 
-    def __init__(self, address: str, token: str | None, name: str, timeout: float) -> None:
-        """Raises PoolError if no node answers at `address` (`host:port`), or one of another cluster token."""
+    def __init__(self, address: str, token: str | None, name: str, timeout: float, start_timeout: float) -> None:
+        """Raises NodeUnreachableError if no node answers at `address` (`host:port`), where nothing listens after
+        `start_timeout` seconds; PoolError if it is one of another cluster token.
+        """
         self._address = address
         self._key = data_key(token)
         self._timeout = timeout
@@ -72,7 +70,7 @@ class FarHome:
         self._maker = Maker()
         self._threads = ThreadPoolExecutor(LANES, thread_name_prefix=f"{name} of {address}")
         self.node = PartId(address)
-        is_near = self._await_node(time.monotonic() + timeout)
+        is_near = self._await_node(time.monotonic() + timeout, time.monotonic() + start_timeout)
         self._puts, self._gets = Spread(is_near), Spread(is_near)
         entered = self.ask(Enter())
         assert isinstance(entered, Entered)
@@ -269,13 +267,13 @@ class FarHome:
             channel.close()
         return found or self._connect(until)
 
-    def _await_node(self, until: float) -> bool:
+    def _await_node(self, until: float, started_by: float) -> bool:
         """One whose process only starts is waited for, as on its own host. Whether it is on this one."""
         while True:
             try:
                 channel = self._take(until, is_fresh=False)
-            except _NobodyThereError:
-                if time.monotonic() >= until:
+            except NodeUnreachableError as e:
+                if not e.is_starting or time.monotonic() >= started_by:
                     raise
                 time.sleep(RETRY_SECONDS)
                 continue
@@ -296,8 +294,11 @@ class FarHome:
             if channel is not None:
                 channel.close()
             if isinstance(e, TimeoutError):
-                raise self._late() from None
-            kind = _NobodyThereError if isinstance(e, ConnectionRefusedError) else PoolError
+                raise NodeUnreachableError(str(self._late())) from None
+            if isinstance(e, ConnectionRefusedError):
+                message = f"no node at {self._address}: nothing listens there; start it, or see its log for its address"
+                raise NodeUnreachableError(message, is_starting=True) from None
+            kind = NodeUnreachableError if isinstance(e, OSError) else PoolError
             raise kind(f"no node at {self._address}: {e}") from None
         with self._free:
             self._open.add(channel)

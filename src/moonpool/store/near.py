@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -60,9 +59,9 @@ SLACK_SECONDS = 5.0
 class _Line:
     """One connection to the node, and what came with it: a node that was started again has another arena."""
 
-    def __init__(self, path: str | Path, name: str, seconds: float, is_awaited: bool) -> None:
+    def __init__(self, path: str | Path, name: str, timeout: float, start_timeout: float) -> None:
         """Raises PoolError if no node answers at the socket `path`."""
-        sock = open_socket(path, name, time.monotonic() + seconds, is_awaited)
+        sock = open_socket(path, name, timeout, start_timeout)
         frames = answer_frames()
         try:
             entrance = enter(sock, frames, name, secrets.token_hex(4))
@@ -95,15 +94,17 @@ class NearHome:
 
     copies = False
 
-    def __init__(self, path: str | Path, name: str, timeout: float) -> None:
-        """Raises PoolError if no node answers at the socket `path` within `timeout` seconds."""
+    def __init__(self, path: str | Path, name: str, timeout: float, start_timeout: float) -> None:
+        """Raises NodeUnreachableError if no node listens at the socket `path` after `start_timeout` seconds, PoolError
+        if it does not let this client in.
+        """
         self._path = path
         self._name = name
         self._timeout = timeout
         self._maker = Maker()
         self._lock = threading.Lock()
         self._closed = False
-        self._line = _Line(path, name, timeout, is_awaited=True)
+        self._line = _Line(path, name, timeout, start_timeout)
         self._crew = Crew()
         entered = self.ask(Enter())
         assert isinstance(entered, Entered)
@@ -162,7 +163,7 @@ class NearHome:
             if self._line is lost and not self._closed:
                 lost.caller.drop()
                 try:
-                    self._line = _Line(self._path, self._name, self._timeout, is_awaited=False)
+                    self._line = _Line(self._path, self._name, self._timeout, 0.0)
                 except PoolError as e:
                     raise PoolError(f"{why}; {e}") from None
             return self._line

@@ -57,7 +57,9 @@ class Pool:
         connecting = self._clients.get(node)
         if connecting is None:
             connecting = asyncio.create_task(
-                AsyncClient.connect(node.data_address, token=self._token, name="caching", timeout=CALL_SECONDS)
+                AsyncClient.connect(
+                    node.data_address, token=self._token, name="caching", timeout=CALL_SECONDS, start_timeout=0.0
+                )
             )
             self._clients[node] = connecting
         try:
