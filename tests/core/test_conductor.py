@@ -86,9 +86,9 @@ class Desk:
         return ev.RoomConfirmed(where.id, where.incarnation, reserve.request, reserve.attempt, lacking)
 
     @staticmethod
-    def refuse(reserve: act.ReserveRoom) -> ev.RoomRefused:
+    def refuse(reserve: act.ReserveRoom, *, is_lasting: bool = False) -> ev.RoomRefused:
         where = reserve.node
-        return ev.RoomRefused(where.id, where.incarnation, reserve.request, reserve.attempt, "full")
+        return ev.RoomRefused(where.id, where.incarnation, reserve.request, reserve.attempt, "full", is_lasting)
 
     def phase(self) -> dict[str, int]:
         return {name: n for name, n in self.conductor.describe(self.now).requests.items() if n}
@@ -239,6 +239,43 @@ def test_without_room_anywhere_the_request_is_held_once_and_served_when_room_com
     assert kinds(d.tell(d.refuse(reserve))) == ["Hold"]
     assert d.phase() == {"decoding": 1, "held": 1}
     assert kinds(d.tell(finished(placed))) == ["ExpectEnd", "ReserveRoom"]
+
+
+def test_what_no_node_will_have_room_for_is_refused_at_once() -> None:
+    d = desk(decode=2, nodes=2)
+    d.decode(d.place(arrival("first")))
+    (first,) = d.tell(arrival("a"))
+    assert isinstance(first, act.ReserveRoom)
+    (second,) = d.tell(d.refuse(first, is_lasting=True))
+    assert isinstance(second, act.ReserveRoom)
+    (reject,) = d.tell(d.refuse(second, is_lasting=True))
+    assert isinstance(reject, act.Reject)
+    assert (reject.reason, reject.message, reject.retry_after) == (RejectReason.KV_ROOM, "full", None)
+    assert d.phase() == {"decoding": 1}
+
+
+def test_a_node_that_is_only_full_is_waited_for_beside_one_that_has_no_room_for_good() -> None:
+    d = desk(decode=2, nodes=2)
+    placed = d.place(arrival("first"))
+    d.decode(placed)
+    (first,) = d.tell(arrival("a"))
+    assert isinstance(first, act.ReserveRoom)
+    (second,) = d.tell(d.refuse(first, is_lasting=True))
+    assert isinstance(second, act.ReserveRoom)
+    assert kinds(d.tell(d.refuse(second))) == ["Hold"]
+    again = [a for a in d.wait(0.6) if isinstance(a, act.ReserveRoom)]
+    assert {a.node.id for a in again} == {second.node.id}
+
+
+def test_what_was_accepted_waits_for_room_that_pins_take() -> None:
+    d = desk()
+    place = d.place(arrival("a"))
+    d.decode(place)
+    assert kinds(d.tell(ev.Preempted(place.request, 1, D0))) == ["Resubmit"]
+    (reserve,) = d.tell(arrival("a", attempt=2))
+    assert isinstance(reserve, act.ReserveRoom)
+    assert kinds(d.tell(d.refuse(reserve, is_lasting=True))) == ["Hold"]
+    assert kinds(d.wait(0.6))[0] == "ReserveRoom"
 
 
 def test_a_held_request_is_tried_again_every_quarter_second() -> None:

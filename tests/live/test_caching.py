@@ -220,6 +220,23 @@ def test_the_quota_and_the_share_are_kept(smollm2: Path) -> None:
         audit(cluster)
 
 
+def test_a_prompt_that_does_not_fit_beside_what_is_pinned_is_refused_at_once(smollm2: Path) -> None:
+    """Of the 32 blocks that there are a context has 8, and the prompt takes 27; it is served when the pins are gone."""
+    with running_cluster(*SMALL, *OFF, "--dram-per-node", "1MiB") as cluster:
+        context, long = random_prompt(8 * BLOCK, seed=64), random_prompt(27 * BLOCK, seed=65)
+        made = cache(cluster, context)
+        began = time.monotonic()
+        answer = httpx.post(f"{cluster.url}/v1/completions", json={"prompt": long, "max_tokens": 1}, timeout=HANG)
+        assert time.monotonic() - began < 60, "it was held"
+        assert (answer.status_code, answer.headers["x-moonpool-reason"]) == (429, "kv-room"), answer.text
+        assert "delete cached contexts, or give nodes more DRAM" in answer.json()["error"]["message"]
+        with_it = [*context, *long[: 19 * BLOCK]]
+        assert output_ids(complete(cluster, with_it, OUTPUT)) == reference_tokens(with_it, OUTPUT), "as many blocks"
+        delete(cluster, made["id"])
+        assert output_ids(complete(cluster, long, OUTPUT)) == reference_tokens(long, OUTPUT)
+        audit(cluster)
+
+
 def test_a_client_that_leaves_while_its_context_is_made_leaves_nothing(smollm2: Path) -> None:
     prompts = [random_prompt(8 * BLOCK, seed=70 + n) for n in range(12)]
     with running_cluster(*SMALL, *OFF) as cluster:

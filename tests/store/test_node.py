@@ -21,6 +21,7 @@ from moonpool.core.vocabulary import BlockKey, Incarnation, KeySpace, NodePeer, 
 from moonpool.errors import ConfigError, PoolError
 from moonpool.messenger.tcp import TcpMessenger
 from moonpool.messenger.transfer import TAIL
+from moonpool.store import Client
 from moonpool.store.client import NodeClient, awaited
 from moonpool.store.server import listen
 from moonpool.store.views import RoomContents
@@ -124,6 +125,31 @@ def test_impossible_rooms_are_refused(
     assert reason in answer.reason
     stats = join(node).stats().result(SECONDS)
     assert (stats["blocks"], stats["evictions"]) == (1, 0)
+
+
+def test_a_room_that_pins_leave_no_place_for_is_refused_for_good(
+    conductor: Conductor, node: NodePeer, join: Join
+) -> None:
+    """The arena has 64 blocks, of which 16 may be pinned."""
+    client, pinned, others = join(node), keys_of("pinned", 16), keys_of("others", 49)
+    put(client, pinned)
+    with Client.connect(node.socket_path, timeout=SECONDS) as pool:
+        assert all(pool.space(SPACE).pin(pinned, ttl=600))
+        too_large = conductor.reserve(node, "a", others)
+        assert isinstance(too_large, RoomRefused)
+        assert too_large.is_lasting
+        assert f"{49 * BLOCK} bytes of the {64 * BLOCK} that a node has less {16 * BLOCK} that" in too_large.reason
+        # What is pinned may be what it begins with.
+        assert isinstance(conductor.reserve(node, "b", [*pinned, *others[:48]]), RoomConfirmed)
+        conductor.release(node, "b")
+        # Beside what others hold it does not fit now.
+        assert isinstance(conductor.reserve(node, "c", others[:30]), RoomConfirmed)
+        full = conductor.reserve(node, "d", keys_of("more", 30))
+        assert isinstance(full, RoomRefused)
+        assert not full.is_lasting
+        pool.space(SPACE).unpin(pinned)
+    conductor.release(node, "c")
+    assert isinstance(conductor.reserve(node, "a", others, attempt=2), RoomConfirmed)
 
 
 def test_a_caching_room_takes_what_fits_and_evicts_what_is_unused(node: NodePeer, join: Join) -> None:

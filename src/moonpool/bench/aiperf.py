@@ -22,12 +22,13 @@ from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
-from moonpool.bench.cluster import RunningCluster, heed_interrupts, running_cluster
+from moonpool.bench.cluster import RunningCluster, running_cluster
 from moonpool.bench.peer import Peer, PeerMissingError, made_once, new_environment, run_or_explain
 from moonpool.bench.process import tail
 from moonpool.bench.result import Bar, bar, print_result
 from moonpool.engine.model import resolve
 from moonpool.errors import MoonpoolError
+from moonpool.interrupts import heed_interrupts
 from moonpool.trace.kinds import parse_kind
 from moonpool.trace.read import TraceFile
 from moonpool.trace.request import TraceRequest

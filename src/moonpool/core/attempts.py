@@ -305,6 +305,8 @@ class Attempts:
         request, placed = found
         if request.phase is Phase.ROOM and placed.choice.decode.node == event.node:
             self.endings.decisions.room_refused += 1
+            if event.is_lasting:
+                request.too_small[event.node] = event.reason
             self._try_elsewhere(request, placed, now)
 
     def time_out_rooms(self, now: float) -> None:

@@ -139,6 +139,8 @@ class RoomRefused(Struct, frozen=True, tag=True):
     request: RequestId
     attempt: Count
     reason: str
+    is_lasting: bool = False
+    """What ends with other requests makes no room for it: pinned blocks take the rest of the arena."""
 
 
 class PrefillDone(Struct, frozen=True, tag=True):

@@ -64,6 +64,10 @@ def options_for(
         refusal = never_fits(request, fleet, prefill, decode)
         lost = any(fleet.lost_recently(kind, model, now) for kind in (PartKind.PREFILL, PartKind.DECODE))
         return Wait(refusal.message) if request.accepted and lost else refusal
+    if request.too_small and not request.accepted:
+        able_decode = [d for d in able_decode if d.part.node_id not in request.too_small]
+        if not any(nodes[d.part.node_id].part.capacity.dram_bytes >= needs[d.space.id].all_bytes for d in able_decode):
+            return Refusal(RejectReason.KV_ROOM, next(iter(request.too_small.values())))
     free_decode = [d for d in able_decode if nodes[d.part.node_id].has_room(needs[d.space.id].room_bytes)]
     if room_now:
         free_decode = [d for d in free_decode if _has_room(d, request, needs[d.space.id].booked_pages, config)]

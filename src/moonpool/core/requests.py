@@ -85,6 +85,8 @@ class Request:
     """Repeated failures wait before they are tried again."""
     accepted: bool = False
     """It has been placed once: no SLO or queue bound refuses it any more."""
+    too_small: dict[PartId, str] = field(default_factory=dict)
+    """Nodes that have no room for it, whatever else ends, and what they said."""
     hold_sent: bool = False
     uses: float = 0.0
     """What its computing is divided by to have its price (`worth.py`); 0 where nobody has asked yet."""

@@ -9,7 +9,7 @@ A key is *filling* while some private block for it may still become readable; wh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from msgspec import Struct
@@ -105,7 +105,7 @@ class Blocks:
     """Private blocks, by key, that are not settled."""
     on_settled: Callable[[Sequence[Name]], None] = lambda names: None
     """Some of them are; it may only wake somebody."""
-    pinned: Container[Name] = ()
+    pinned: Collection[Name] = ()
     """Keys that may not leave the tier they are in (`Pins`)."""
     _untold: list[Block] = field(default_factory=list)
     evictions: int = 0
@@ -124,6 +124,11 @@ class Blocks:
     def could_hold(self, nbytes: int) -> bool:
         """False means that not even an empty list of unpinned blocks would make this much room."""
         return nbytes <= self.extents.free + self.eviction.evictable_bytes - self.saving_bytes()
+
+    def pinned_bytes_beside(self, names: Container[Name]) -> int:
+        """What blocks take here that may not leave, these excepted."""
+        beside = [self.resident[name] for name in self.pinned if name not in names and name in self.resident]
+        return sum(page_aligned(block.nbytes) for block in beside)
 
     def allocate(
         self, space: KeySpace, key: BlockKey, parent: BlockKey | None, index: int, tokens: bytes

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 from moonpool.core.vocabulary import BlockKey, BlockMeta, KeySpace, Peer, RequestId
-from moonpool.errors import PoolBusyError, PoolError
+from moonpool.errors import PoolBusyError, PoolError, RoomTooLargeError
 from moonpool.store.blocks import Block, Blocks, Name
 from moonpool.store.claims import Claims
 from moonpool.store.extents import page_aligned
@@ -88,6 +88,7 @@ class Bookings:
             if room is None:
                 self.counts["refused_rooms"] += 1
                 extents = self._blocks.extents
+                self._check_size(space, keys, tail_tokens)
                 raise PoolError(
                     f"no room for {len(keys)} blocks of {space.block_bytes} bytes and {tail_tokens} more tokens: "
                     f"{extents.free} of {extents.capacity} bytes are free, "
@@ -98,6 +99,20 @@ class Bookings:
             room.gateway = gateway
             self._reserved[request, attempt] = room
             return room.lacking
+
+    def _check_size(self, space: KeySpace, keys: Sequence[BlockKey], tail_tokens: int) -> None:
+        """Raises RoomTooLargeError where the room would not fit if nothing but what is pinned were here."""
+        needed = len(keys) * page_aligned(space.block_bytes)
+        needed += page_aligned(space.tail_run_bytes(tail_tokens) * space.runs)
+        pinned = self._blocks.pinned_bytes_beside({(space.id, key) for key in keys})
+        capacity = self._blocks.extents.capacity
+        if needed > capacity - pinned:
+            where = f"{capacity} that a node has" + (f" less {pinned} that cached contexts pin" if pinned else "")
+            raise RoomTooLargeError(
+                f"no room for {len(keys)} blocks of KVCache and {tail_tokens} more tokens: they take {needed} bytes of "
+                f"the {where}; shorten the prompt, " + ("delete cached contexts, " if pinned else "") + "or give nodes "
+                "more DRAM"
+            )
 
     def end_reserved(self, request: RequestId, attempt: int) -> bool:
         """The attempt is over; False if there is no such room."""

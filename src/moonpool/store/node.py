@@ -26,7 +26,7 @@ from moonpool.core.actions import (
 from moonpool.core.events import Registered, Reported, RoomConfirmed, RoomRefused
 from moonpool.core.eviction import EvictionPolicy
 from moonpool.core.vocabulary import Capacity, PartKind, Peer
-from moonpool.errors import ConfigError, PeerUnavailableError, PoolError
+from moonpool.errors import ConfigError, PeerUnavailableError, PoolError, RoomTooLargeError
 from moonpool.messenger.questions import Entered
 from moonpool.messenger.server import TcpServer
 from moonpool.messenger.tcp import TcpMessenger
@@ -335,7 +335,8 @@ class _Node:
             )
         except PoolError as e:
             log.info("room of %s attempt %d refused: %s", order.request, order.attempt, e)
-            return RoomRefused(me.id, me.incarnation, order.request, order.attempt, str(e))
+            is_lasting = isinstance(e, RoomTooLargeError)
+            return RoomRefused(me.id, me.incarnation, order.request, order.attempt, str(e), is_lasting)
         return RoomConfirmed(me.id, me.incarnation, order.request, order.attempt, lacking)
 
     async def _announce(self) -> None:
