@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import moonpool
 from moonpool.connectors.settings import check_policy, check_supported, check_version, read_settings
 from moonpool.errors import ConfigError
 
@@ -38,6 +42,20 @@ def test_another_vllm_is_refused_with_those_that_are_known() -> None:
     for version in ("0.31.0", "1.32.0", "dev", ""):
         with pytest.raises(ConfigError, match=r"tested with vLLM 0\.32.*allow_untested_vllm"):
             check_version(version, False)
+
+
+def test_one_that_lacks_what_the_connector_is_made_of_is_named_too(tmp_path: Path) -> None:
+    """Its classes are gone before anybody can ask for its version."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text('__version__ = "0.10.2"')
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", "import moonpool.connectors.vllm"],
+        env={"PYTHONPATH": f"{Path(moonpool.__file__).parents[1]}:{tmp_path}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "ConfigError: vLLM 0.10.2: this Moonpool is tested with vLLM 0.32; install one of those" in done.stderr
 
 
 def test_a_policy_that_fails_requests_is_refused() -> None:

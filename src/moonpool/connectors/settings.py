@@ -57,11 +57,15 @@ def check_version(version: str, allows_others: bool) -> None:
     minor = tuple(int(part) for part in digits) if all(part.isdigit() for part in digits) else ()
     if minor in SUPPORTED or allows_others:
         return
-    known = ", ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
     raise ConfigError(
-        f"vLLM {version}: this Moonpool is tested with vLLM {known}; install one of those, or say "
-        '"allow_untested_vllm": true in kv_connector_extra_config (its connector interface changes between versions)'
+        f'{untested(version)}, or say "allow_untested_vllm": true in kv_connector_extra_config (its connector '
+        "interface changes between versions)"
     )
+
+
+def untested(version: str) -> str:
+    known = ", ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
+    return f"vLLM {version}: this Moonpool is tested with vLLM {known}; install one of those"
 
 
 def check_policy(policy: str) -> None:

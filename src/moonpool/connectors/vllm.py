@@ -18,15 +18,23 @@ from typing import Any
 
 import msgspec
 import vllm
-from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+from moonpool.connectors.settings import untested
+from moonpool.errors import ConfigError
+
+try:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorHandshakeMetadata,
+        KVConnectorMetadata,
+        KVConnectorRole,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+except ImportError as e:
+    # Nobody has said yet that it may be tried; it could not be.
+    raise ConfigError(f"{untested(vllm.__version__)}; this one lacks what the connector is made of: {e}") from e
 
 from moonpool.connectors.counters import COUNTS, Counters, log
 from moonpool.connectors.identity import Model, Shape, Spaces, digest_of, weights_of
@@ -109,11 +117,12 @@ class MoonpoolMetrics(KVConnectorPromMetrics):
 class MoonpoolConnector(KVConnectorBase_V1):
     """The methods are vLLM's; what they do is in `scheduling` and `working`."""
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
+        """`kv_cache_config`: earlier versions give none, of which `check_version` says more than a TypeError."""
         transfer = vllm_config.kv_transfer_config
         settings = read_settings(transfer.kv_connector_extra_config)
         check_version(vllm.__version__, settings.allow_untested_vllm)
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         check_policy(transfer.kv_load_failure_policy)
         check_supported(vllm_config, kv_cache_config)
         name = settings.name or f"vllm-{transfer.engine_id}"
