@@ -12,7 +12,9 @@ import json
 import os
 import random
 import signal
+import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,11 +27,11 @@ from moonpool.bench import vllm_cpu
 from moonpool.bench.peer import Peer
 from moonpool.bench.process import Worker, worker
 from moonpool.core.blocks import hit_limit
-from moonpool.core.vocabulary import NodePeer
+from moonpool.core.vocabulary import KeySpace, KeySpaceId, NodePeer
 from moonpool.store.client import NodeClient
 
 from ..soak import SOAK
-from ..store.kit import SECONDS, Conductor, eventually
+from ..store.kit import SECONDS, Conductor, eventually, keys_of
 
 pytestmark = [
     pytest.mark.live,
@@ -73,6 +75,7 @@ class Fleet:
         self._where = model, peer, folder
         with ThreadPoolExecutor() as threads:
             self.alone, self.one, self.other = threads.map(self.start, ("alone", "one", "other"))
+        self.living = [self.alone, self.one, self.other]
 
     def start(self, name: str, ranks: int = 1) -> Worker:
         model, peer, folder = self._where
@@ -118,12 +121,35 @@ def fleet(smollm2: Path, vllm: Peer) -> Iterator[Fleet]:
         yield fleet
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_left(fleet: Fleet) -> Iterator[None]:
+    """Nothing of the pool is held after a test, and all servers but the one that it has killed answer."""
+    yield
+    with fleet.join() as client:
+        eventually(lambda: not held(client), "nothing is held")
+        client.audit().result(SECONDS)
+    for server in fleet.living:
+        generate(server, [prompt(3, "well")], max_tokens=1)
+
+
+def held(client: NodeClient) -> float:
+    """Leases and rooms."""
+    stats = client.stats().result(SECONDS)
+    return stats["leases"] + stats["rooms"]
+
+
 def prompt(tokens: int, seed: str) -> Prompt:
     return random.Random(seed).choices(range(1000, 40000), k=tokens)
 
 
 def generate(server: Worker, prompts: Sequence[Prompt], **options: Any) -> dict[str, Any]:
-    return server.ask("generate", prompts=list(prompts), **options)
+    return sound(server.ask("generate", prompts=list(prompts), **options))
+
+
+def sound(answer: dict[str, Any]) -> dict[str, Any]:
+    """The connector has not failed in itself, which would be a miss to vLLM."""
+    assert not answer["counts"].get("vllm:moonpool_faults", 0)
+    return answer
 
 
 def external(answer: dict[str, Any]) -> int:
@@ -174,6 +200,21 @@ def test_another_salt_shares_nothing(fleet: Fleet) -> None:
     assert external(generate(fleet.other, salted)) == 0
     assert external(generate(fleet.other, salted, salt="b")) == 0
     assert external(generate(fleet.other, salted, salt="a")) == 2 * SIZE
+
+
+def test_long_prompts_and_many_at_once_at_both(fleet: Fleet) -> None:
+    """What is loaded, some of it in several leases, beside what is computed."""
+    long = prompt(3000, "long")
+    known = [long, *(long[: 5 * SIZE] + prompt(70, f"tail {at}") for at in range(4))]
+    with ThreadPoolExecutor() as threads:
+        expected, cold = threads.map(generate, (fleet.alone, fleet.one), [known] * 2)
+        assert distance(expected, cold) < TOLERANCE
+        fleet.one.order("forget")
+        mixed = [*known, prompt(300, "cold")]
+        expected, *answers = threads.map(generate, (fleet.alone, fleet.one, fleet.other), [mixed] * 3)
+    for answer in answers:
+        assert distance(expected, answer) < TOLERANCE
+        assert external(answer) >= hit_limit(3000, SIZE) * SIZE
 
 
 @pytest.mark.core
@@ -228,6 +269,60 @@ def test_a_node_that_stands_still_and_one_that_dies_cost_no_right_answer(fleet: 
         assert time.monotonic() < until
 
 
+def test_a_slow_node_costs_no_right_answer(fleet: Fleet) -> None:
+    prompts = [prompt(700, "slow"), prompt(300, "slow too")]
+    expected = generate(fleet.alone, prompts)
+    with slowed(fleet.process.pid):
+        assert distance(expected, generate(fleet.one, prompts)) < TOLERANCE
+        assert distance(expected, generate(fleet.other, prompts)) < TOLERANCE
+    for server in (fleet.one, fleet.other):
+        server.order("forget")
+        answer = generate(server, prompts)
+        assert distance(expected, answer) < TOLERANCE
+    assert external(answer) == (hit_limit(700, SIZE) + hit_limit(300, SIZE)) * SIZE
+
+
+@contextlib.contextmanager
+def slowed(pid: int) -> Iterator[None]:
+    """A tenth of the time it runs, nine it stands still."""
+    is_over = threading.Event()
+
+    def slow() -> None:
+        while not is_over.wait(0.03):
+            os.kill(pid, signal.SIGSTOP)
+            is_over.wait(0.27)
+            os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=slow)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def test_a_full_node_costs_hits_and_no_right_answer(fleet: Fleet) -> None:
+    prompts = [prompt(300, "full")]
+    expected = generate(fleet.alone, prompts)
+    large = KeySpace(KeySpaceId("f0" * 16), SIZE, runs=4, run_bytes=1 << 20)
+    with fleet.join() as client:
+        # All that nobody reads is evicted for it, and there is no room for all of it.
+        blocks = DRAM_BYTES // large.block_bytes + 1
+        with client.open_room(large, keys_of("all", blocks)).result(SECONDS) as room:
+            assert (room.view(0) is not None, room.view(blocks - 1) is None) == (True, True)
+            full = generate(fleet.one, prompts)
+            assert distance(expected, full) < TOLERANCE
+            assert not full["counts"].get("vllm:moonpool_saved_blocks", 0)
+            none = generate(fleet.other, prompts)
+            assert (external(none), distance(expected, none) < TOLERANCE) == (0, True)
+        eventually(lambda: not held(client), "it is empty again")
+    for server, found in ((fleet.one, 0), (fleet.other, 2)):
+        server.order("forget")
+        answer = generate(server, prompts)
+        assert (external(answer), distance(expected, answer) < TOLERANCE) == (found * SIZE, True)
+
+
 def test_a_server_that_is_killed_leaves_nothing_behind(fleet: Fleet) -> None:
     prompts = [prompt(1500, "killed")]
     expected = generate(fleet.alone, prompts)
@@ -235,10 +330,32 @@ def test_a_server_that_is_killed_leaves_nothing_behind(fleet: Fleet) -> None:
     with fleet.join() as client:
         eventually(lambda: client.stats().result(SECONDS)["rooms"] > 0, "it stores")
         fleet.one.kill()
+        fleet.living.remove(fleet.one)
         eventually(lambda: not client.stats().result(SECONDS)["rooms"], "what it had is free")
         assert client.stats().result(SECONDS)["leases"] == 0
         client.audit().result(SECONDS)
     assert distance(expected, generate(fleet.other, prompts)) < TOLERANCE
+
+
+def test_another_version_is_refused_before_anything_else(vllm: Peer) -> None:
+    """With this one's classes, in its own environment."""
+    script = """if True:
+        import types, vllm
+        vllm.__version__ = "0.33.0"
+        from moonpool.connectors.vllm import MoonpoolConnector
+        transfer = types.SimpleNamespace(kv_connector_extra_config={"node": "/run/pool/node-0.sock"})
+        MoonpoolConnector(types.SimpleNamespace(kv_transfer_config=transfer), None, None)
+    """
+    with tempfile.TemporaryDirectory(prefix="mp-") as folder:
+        environment = {**vllm_cpu.environment(vllm, 1), "PYTHONPATH": vllm_cpu.connector_path(vllm, Path(folder))}
+        done = subprocess.run(
+            [str(vllm.python), "-P", "-c", script],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=START_SECONDS,
+        )
+    assert "ConfigError: vLLM 0.33.0: this Moonpool is tested with vLLM 0.32; install one of those" in done.stderr
 
 
 @pytest.mark.skipif(not SOAK, reason="three more processes: make test-vllm with MOONPOOL_SOAK=1")

@@ -90,6 +90,17 @@ def pid_of(cluster: RunningCluster, part: str) -> int:
     return found[part]
 
 
+def shown_blocks(cluster: RunningCluster) -> list[dict[str, Any]]:
+    """All pages of /cluster/blocks."""
+    found: list[dict[str, Any]] = []
+    after: str | None = ""
+    while after is not None:
+        page = json.loads(cluster.get(f"/cluster/blocks?after={after}"))
+        found += page["blocks"]
+        after = page["next"]
+    return found
+
+
 def key_space_of(cluster: RunningCluster) -> KeySpace:
     parts: list[dict[str, Any]] = cluster.describe()["parts"]  # type: ignore[assignment]
     return next(msgspec.convert(p["space"], KeySpace) for p in parts if p["kind"] == "prefill")

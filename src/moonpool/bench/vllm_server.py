@@ -50,9 +50,10 @@ def start_server(
     *,
     context_tokens: int = CONTEXT_TOKENS,
     python_path: str = "",
+    port: int = 0,
 ) -> VllmServer:
-    """Not yet well; it ends with `stack`. `python_path`: what it can import beside its own environment."""
-    port = free_port()
+    """Not yet well; it ends with `stack`. `python_path`: what else it can import; `port`: 0 is any."""
+    port = port or free_port()
     command = [
         *(str(peer.python), "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         *("--served-model-name", MODEL, "--dtype", "float32", "--enforce-eager"),

@@ -1,11 +1,13 @@
-"""Two real vLLM servers with the connector, one node, the gateway before them: `make test-vllm`.
+"""Real vLLM servers with the connector, one node, the gateway before them: `make test-vllm`.
 
-They compute greedily in float32, so that whoever serves a prompt gives the same tokens.
+They compute greedily in float32, so that whoever serves a prompt gives the same tokens. What is expected is computed by
+one of them under a salt of its own: from nothing, without the pool.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import tempfile
@@ -13,14 +15,18 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
-from moonpool.bench.cluster import RunningCluster
+from moonpool.bench.cluster import RunningCluster, free_port
 from moonpool.bench.peer import Peer
 from moonpool.bench.vllm_server import EXTERNAL_HITS, metric
 from moonpool.bench.vllm_stand import Stand, parts, until
+from moonpool.store.client import NodeClient
 
-from ..kit import Stream, cached_tokens, complete, output_ids, random_prompt
+from ..kit import Stream, cached_tokens, complete, counters, output_ids, random_prompt, shown_blocks
+from ..kv_events.example import example
+from ..kv_events.kit import quiet_port
 
 pytestmark = [
     pytest.mark.live,
@@ -31,14 +37,45 @@ pytestmark = [
 SIZE = 128
 """vLLM's blocks on CPU."""
 SECONDS = 120.0
+SALTS = itertools.count()
+RUNNING = "vllm:num_requests_running"
+FAULTS = "vllm:moonpool_faults_total"
 
 
 @pytest.fixture(scope="module")
-def stand(smollm2: Path, vllm: Peer) -> Iterator[Stand]:
+def ports() -> tuple[int, int]:
+    """Of the Conductor's KV events, and of replays."""
+    return quiet_port(), quiet_port()
+
+
+@pytest.fixture(scope="module")
+def stand(smollm2: Path, vllm: Peer, ports: tuple[int, int]) -> Iterator[Stand]:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mp-")))
         run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mp-")))
-        yield Stand(folder, run_dir, smollm2, vllm, stack)
+        events = ("--kv-events-port", str(ports[0]), "--kv-events-replay-port", str(ports[1]))
+        yield Stand(folder, run_dir, smollm2, vllm, stack, conductor=events)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(stand: Stand) -> Iterator[None]:
+    """Nothing of the pool is held after a test, and the servers that it has not killed are well."""
+    yield
+    with NodeClient.connect(str(stand.node_socket), name="test", incarnation="0") as client:
+        until(lambda: not held(client), "nothing is held")
+        client.audit().result(SECONDS)
+    for server in stand.servers:
+        if (ended := server.process.poll()) is not None:
+            assert ended == -9, server.log.read_text()[-4000:]
+            continue
+        assert server.metric(FAULTS) == 0
+        computed(server.url, [1000], 1)
+
+
+def held(client: NodeClient) -> float:
+    """Leases and rooms."""
+    stats = client.stats().result(SECONDS)
+    return stats["leases"] + stats["rooms"]
 
 
 @pytest.mark.core
@@ -46,9 +83,9 @@ def test_what_one_server_has_is_a_hit_there_and_from_the_pool_elsewhere(stand: S
     """Also what others sent to it: its KV events tell. And a prefill server's blocks reach decode through the pool."""
     prompt = random_prompt(3 * SIZE + 40, 1)
     with stand.gateway("both", "both") as gateway:
-        until(lambda: _followed(gateway), "KV events are followed")
+        until(lambda: is_followed(gateway), "KV events are followed")
         # Past the gateway, to one of them.
-        reference = _ask_server(stand.urls[1], prompt, 8)
+        reference = ask(stand.urls[1], prompt, 8)
         until(lambda: blocks(gateway, "vllm-1.cache") >= 3, "its events tell of the blocks")
         assert blocks(gateway, "vllm-0.cache") == 0
         answer = complete(gateway, prompt, 8, ignore_eos=True)
@@ -67,37 +104,122 @@ def test_what_one_server_has_is_a_hit_there_and_from_the_pool_elsewhere(stand: S
         turn = [*fresh, *output_ids(first), *random_prompt(40, 3)]
         second = complete(gateway, turn, 4, ignore_eos=True)
         assert cached_tokens(second) >= 2 * SIZE
-        assert output_ids(second) == _ask_server(stand.urls[0], turn, 4)
+        assert output_ids(second) == computed(stand.urls[0], turn, 4)
 
 
-def test_a_server_killed_in_a_stream_is_gone_on_from_elsewhere(stand: Stand) -> None:
-    """The last one here: one server is dead after it."""
-    prompt = random_prompt(2 * SIZE + 30, 5)
-    reference = _ask_server(stand.urls[0], prompt, 40)
-    with stand.gateway("both", "both") as gateway:
-        streams = [Stream(gateway, prompt, 40)]
-        until(lambda: len(streams[0].ids) >= 5, "it streams")
-        running = {part["id"]: part.get("assigned", 0) for part in parts(gateway)}
-        at = 0 if running["vllm-0"] else 1
-        stand.servers[at].kill()
-        assert streams[0].result() == reference
-        assert streams[0].error is None
-        until(lambda: f"vllm-{at}" not in {part["id"] for part in parts(gateway)}, "it is out")
-        assert "placed again" in stand.log("conductor")
+def test_a_second_turn_is_a_hit_wherever_it_lands(stand: Stand) -> None:
+    """Behind gateways that have just started, and know what nodes and servers tell them."""
+    first = random_prompt(2 * SIZE + 50, 11)
+    with stand.gateway("both") as gateway:
+        answer = complete(gateway, first, 90, ignore_eos=True)
+    turn = [*first, *output_ids(answer), *random_prompt(30, 12)]
+    reference = computed(stand.urls[0], turn, 8)
+    for roles, loaded in (((None, "both"), 3 * SIZE), (("both",), 0)):
+        with stand.gateway(*roles) as gateway:
+            server = stand.urls[len(roles) - 1]
+            before = metric(server, EXTERNAL_HITS)
+            second = complete(gateway, turn, 8, ignore_eos=True)
+            assert metric(server, EXTERNAL_HITS) - before == loaded
+            assert cached_tokens(second) == 3 * SIZE, "of the prompt and of its answer"
+            assert output_ids(second) == reference
+
+
+def test_whoever_follows_the_pool_s_events_has_the_blocks_that_the_cluster_shows(
+    stand: Stand, ports: tuple[int, int], tmp_path: Path
+) -> None:
+    addresses = [f"tcp://127.0.0.1:{port}" for port in ports]
+    with example(tmp_path, *addresses) as follower, stand.gateway("both") as gateway:
+        before = in_pool(gateway)
+        complete(gateway, random_prompt(4 * SIZE + 5, 14), 2, ignore_eos=True)
+        until(lambda: len(in_pool(gateway) - before) == 4, "its blocks are shown")
+        until(lambda: follower.blocks() == in_pool(gateway), "they are all told")
+
+
+def test_a_gateway_that_is_killed_in_a_stream_leaves_nothing_running(stand: Stand) -> None:
+    prompt, port = random_prompt(2 * SIZE + 20, 16), free_port()
+    reference = computed(stand.urls[0], prompt, 12)
+    body = {"model": "smollm2", "prompt": prompt, "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    with stand.gateway("prefill", "decode", port=port) as gateway:
+
+        def read() -> None:
+            url, came = f"{gateway.url}/v1/completions", 0
+            with httpx.stream("POST", url, json=body, timeout=SECONDS) as response:
+                for line in response.iter_lines():
+                    came += line.startswith("data: {")
+                    if came == 3:
+                        gateway.process.kill()
+
+        with pytest.raises(httpx.TransportError):
+            read()
+    until(lambda: not sum(metric(server, RUNNING) for server in stand.urls), "vLLM has dropped it")
+    with stand.gateway("prefill", "decode", port=port) as gateway:
+        again = complete(gateway, prompt, 12, ignore_eos=True)
+        assert (output_ids(again), cached_tokens(again)) == (reference, 2 * SIZE)
+
+
+def test_a_server_that_is_killed_costs_no_answer(stand: Stand) -> None:
+    """Prefill in the midst of a prompt, decode in the midst of a stream. The last one here: one is dead after it."""
+    stand.add()
+    prompt = random_prompt(10 * SIZE + 30, 21)
+    with (
+        stand.gateway("prefill", "decode", "both") as gateway,
+        NodeClient.connect(str(stand.node_socket), name="test", incarnation="0") as client,
+    ):
+        stream = Stream(gateway, prompt, 6)
+        until(lambda: client.stats().result(SECONDS)["rooms"] > 0, "it is being computed and stored")
+        kill(stand, 0)
+        assert (stream.result(), stream.error) == (computed(stand.urls[1], prompt, 6), None)
+        until(lambda: not is_there(gateway, "vllm-0"), "it is out")
+        stand.restart(0)
+        until(lambda: is_there(gateway, "vllm-0"), "it is in again")
+        # With what it had in the pool before.
+        before = metric(stand.urls[0], EXTERNAL_HITS)
+        ask(stand.urls[0], prompt, 1)
+        assert metric(stand.urls[0], EXTERNAL_HITS) - before == 10 * SIZE
+
+        prompt = random_prompt(2 * SIZE + 30, 22)
+        reference = computed(stand.urls[0], prompt, 80)
+        stream = Stream(gateway, prompt, 80)
+        until(lambda: len(stream.ids) >= 5, "it streams")
+        assert next(part["assigned"] for part in parts(gateway) if part["id"] == "vllm-1")
+        kill(stand, 1)
+        assert (stream.result(), stream.error) == (reference, None)
+        until(lambda: not is_there(gateway, "vllm-1"), "it is out")
+    assert stand.log("conductor").count("placed again") >= 2
+
+
+def kill(stand: Stand, at: int) -> None:
+    stand.servers[at].process.kill()
+    stand.servers[at].process.wait(SECONDS)
+
+
+def is_there(gateway: RunningCluster, part: str) -> bool:
+    return part in {each["id"] for each in parts(gateway)}
 
 
 def blocks(gateway: RunningCluster, node: str) -> int:
     return next((part["blocks"]["dram"] for part in parts(gateway) if part["id"] == node), -1)
 
 
-def _followed(gateway: RunningCluster) -> bool:
-    counters: dict[str, dict[str, float]] = gateway.describe()["counters"]  # type: ignore[assignment]
-    return all(counters.get(f"vllm-{at}.cache", {}).get("follows_kv_events") for at in range(2))
+def in_pool(gateway: RunningCluster) -> set[tuple[str, int]]:
+    """As (medium, hash); what vLLM's own caches have beside is theirs to tell."""
+    return {("CPU", block["hash"]) for block in shown_blocks(gateway) if "node-0" in block["dram"]}
 
 
-def _ask_server(url: str, prompt: list[int], tokens: int) -> list[int]:
+def is_followed(gateway: RunningCluster) -> bool:
+    known = counters(gateway)
+    return all(known.get(f"vllm-{at}.cache", {}).get("follows_kv_events") for at in range(2))
+
+
+def computed(url: str, prompt: list[int], tokens: int) -> list[int]:
+    """By a server that has nothing of it and loads nothing of it."""
+    return ask(url, prompt, tokens, cache_salt=f"computed {next(SALTS)}")
+
+
+def ask(url: str, prompt: list[int], tokens: int, **fields: object) -> list[int]:
+    """A server itself."""
     body = {"model": "smollm2", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    data = json.dumps({**body, "return_token_ids": True}).encode()
+    data = json.dumps({**body, "return_token_ids": True, **fields}).encode()
     request = urllib.request.Request(f"{url}/v1/completions", data, {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=SECONDS) as response:
         ids: list[int] = json.load(response)["choices"][0]["token_ids"]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,6 +22,7 @@ from tests.live.kit import (
     output_ids,
     part_state,
     random_prompt,
+    shown_blocks,
 )
 from tests.live.parts import Parts, separate_parts
 
@@ -48,18 +47,9 @@ class Published:
         folder.mkdir()
         return example(folder, *self._addresses)
 
-    def shown(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        after: str | None = ""
-        while after is not None:
-            page = json.loads(self.parts.get(f"/cluster/blocks?after={after}"))
-            found += page["blocks"]
-            after = page["next"]
-        return found
-
     def told(self) -> Told:
         """By the directory; all of it is to be published."""
-        shown = self.shown()
+        shown = shown_blocks(self.parts)
         dram = {("CPU", block["hash"]) for block in shown if block["dram"]}
         return dram | {("STORAGE", block["hash"]) for block in shown if block["ssd"]}
 
@@ -120,7 +110,7 @@ def test_a_subscriber_ends_with_what_the_cluster_shows(smollm2: Path, tmp_path: 
             complete(p.parts, random_prompt(7 * BLOCK, seed=seed), 2, cache_salt="tenant" if seed % 2 else "")
         told = p.all_know(early, that=lambda told: {medium for medium, _ in told} == {"CPU", "STORAGE"})
         assert len([medium for medium, _ in told if medium == "CPU"]) <= 64
-        assert any(not block["dram"] for block in p.shown())
+        assert any(not block["dram"] for block in shown_blocks(p.parts))
         assert counters(p.parts)["conductor"]["kv_events_blocks"] == len(told)
 
         with p.subscriber("late") as late:
@@ -135,7 +125,11 @@ def test_a_subscriber_ends_with_what_the_cluster_shows(smollm2: Path, tmp_path: 
 
             p.parts.kill("node-1")
             p.parts.report_lost("node-1")
-            p.all_know(early, late, that=lambda told: all(set(b["dram"] + b["ssd"]) == {"node-0"} for b in p.shown()))
+            p.all_know(
+                early,
+                late,
+                that=lambda told: all(set(b["dram"] + b["ssd"]) == {"node-0"} for b in shown_blocks(p.parts)),
+            )
 
             left = p.all_know(early, late)
             p.parts.kill("conductor")
