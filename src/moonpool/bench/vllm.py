@@ -46,6 +46,9 @@ BLOCK_TOKENS = 32
 """Of all servers' KVCache: what of a prompt fills no block is computed again at decode, whatever the connector, and of
 blocks of 128 tokens, which are vLLM's own on CPU, that is half a second."""
 BLOCKS = ("--block-size", str(BLOCK_TOKENS))
+EXAMPLE_OPTIONS = ("--no-enable-chunked-prefill", "--max-num-batched-tokens", str(CONTEXT_TOKENS))
+"""Of servers with vLLM's ExampleConnector. It stores what a prompt's first step computes as the whole prompt: what it
+loads of a prompt that took two has the wrong shape, and that is the end of the engine (docs/benchmarks.md)."""
 REPETITIONS = 5
 ONE_IN = 250
 """Conversations of the trace."""
@@ -130,7 +133,7 @@ class Bench:
                     "kv_role": ("kv_producer", "kv_consumer")[at],
                     "kv_connector_extra_config": {"shared_storage_path": shared},
                 }
-                return "--kv-transfer-config", json.dumps(connector)
+                return "--kv-transfer-config", json.dumps(connector), *EXAMPLE_OPTIONS
 
             urls, folder = stack.enter_context(self._servers("example", options))
             self._offer(EXAMPLE, stack.enter_context(front("pair", urls, folder)))
