@@ -31,7 +31,7 @@ help:
 	@echo "make bench-layerwise  storing and loading KVCache while it is computed; gaps of running streams   (ARGS='--tokens 512')"
 	@echo "make bench-engine  the torch engine beside vLLM on CPU         (DEVICE=cuda, ARGS='--threads 1 --no-peer')"
 	@echo "make bench-vllm    two real vLLM servers with the pool, and without   (ARGS='--trace conversation_trace.jsonl')"
-	@echo "make bench-goodput  90 % points, live: pools beside coupled workers, and the simulator beside both   (ARGS=--quick: a smoke test)"
+	@echo "make bench-goodput  90 % points, live: pools beside coupled workers, and the simulator beside both   (ARGS='--part torch'; ARGS=--quick: a smoke test)"
 	@echo "make bench-aiperf  NVIDIA's AIPerf and moonpool replay measure one cluster   (ARGS='--trace trace.jsonl')"
 	@echo "make clean    remove the virtual environment and caches (not the model)"
 

@@ -6,18 +6,27 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
+from rich.console import Console
 
-from moonpool.bench.goodput_figures import Measured, Results, bars
-from moonpool.bench.goodput_load import Load, loads
-from moonpool.bench.goodput_systems import Coupled, Pools, Scale, System, serve_flags, systems
+from moonpool.bench.foreseen import Foresight, timed_profile
+from moonpool.bench.goodput_bench import Bench, Rules
+from moonpool.bench.goodput_figures import Measured, Results, bars, torch_bars, torch_ratios
+from moonpool.bench.goodput_live import Probe
+from moonpool.bench.goodput_load import Load, loads, shorter
+from moonpool.bench.goodput_systems import QUIET, Coupled, Pools, Scale, Servers, System, systems
+from moonpool.bench.goodput_torch import engine_flags, limits
 from moonpool.bench.ninety import Found, Search
+from moonpool.bench.processors import OTHERS, Used
 from moonpool.command.hardware import sized
 from moonpool.command.settings import read_config
+from moonpool.core.cost import DecodeCoefficients, PrefillCoefficients
 from moonpool.core.vocabulary import Slo
+from moonpool.report.run import Run
 from moonpool.trace.request import TraceRequest
 
 SCALE = Scale("a800-llama2-70b", 8.0, 2560.0)
@@ -83,12 +92,42 @@ def test_seeds_are_slices_of_their_own_and_the_same_each_time() -> None:
     assert loads(None, (1, 2), 100, 0.5, 1.0) == [first, second]
 
 
+def test_a_shorter_load_shares_the_same_part_of_its_prompts() -> None:
+    requests = (TraceRequest(0.0, 1000, 40, (7, 8)), TraceRequest(1.0, 1, 1, (9,)))
+    small = shorter(Load(3, requests), 64, 16)
+    assert (small.seed, small.block_tokens, small.mean_tokens) == (3, 8, (8.5, 1.5))
+    assert small.requests == (TraceRequest(0.0, 16, 2, (7, 8)), TraceRequest(1.0, 1, 1, (9,)))
+    with pytest.raises(ValueError, match="blocks of 512 tokens do not become 100 times shorter"):
+        shorter(Load(3, requests), 100, 16)
+
+
+def test_limits_of_the_torch_part_are_multiples_of_an_idle_worker() -> None:
+    profile = timed_profile(SCALE)
+    load = Load(1, (TraceRequest(0.0, 8192, 100, ()),))
+    first = profile.prefill.fixed + profile.prefill.per_token * 8192 + profile.prefill.per_token_squared * 8192**2
+    step = profile.decode.fixed + profile.decode.per_request + profile.decode.per_context_token * 8292
+    found = limits(profile, [load, load])
+    assert found.ttft == pytest.approx(10 * first, abs=0.05)
+    assert found.tbt == pytest.approx(5 * step, abs=0.005)
+
+
+def test_the_torch_workers_hold_as_many_tokens_whatever_a_block_is() -> None:
+    words = engine_flags(8)
+    config = read_config(
+        None, {name.removeprefix("--"): word for name, word in zip(words[::2], words[1::2], strict=True)}
+    )
+    assert config.model.engine == "torch"
+    assert (
+        config.pool.block_size * config.pool.decode_pages == config.pool.block_size * config.pool.prefill_pages == 8704
+    )
+
+
 SYSTEMS = systems(8, Pools(6, 2), Coupled(8, "chunked", 256, "prefix-affine"))
 
 
 @pytest.mark.parametrize("system", SYSTEMS, ids=lambda system: system.name)
 def test_serve_takes_the_flags_of_each_system(system: System) -> None:
-    words = serve_flags(system, SCALE, SCALE.slower(Slo(10.0, 0.1)))
+    words = [*SCALE.flags, *system.flags(SCALE.slower(Slo(10.0, 0.1))), *QUIET]
     flags = {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
     config = sized(read_config(None, flags))
     assert config.fleet.nodes == system.machines == 8
@@ -143,6 +182,59 @@ def test_the_simulators_error_is_told_only_of_a_point_that_is_bracketed() -> Non
     assert shown["8 coupled, prefill-first, round-robin: the simulator's 90 % point, off by"]["holds"] is None
 
 
+def test_the_torch_part_tells_ratios_and_has_no_prediction_of_vllm() -> None:
+    pools = Measured(Pools(1, 1), live=[Found(1.5, 1.4, 1.6, ())], simulated=[Found(1.2, 1.2, 1.3, ())])
+    vllm = Measured(Servers(2, 64), live=[Found(0.0, 0.0, 3.0, ())])
+    found = Results(measured=[pools, vllm])
+    assert torch_ratios(found) == {"1P+1D, times 2 vLLM servers, chunks of 64, round-robin": 0.5}
+    assert torch_ratios(Results()) == {}
+    shown = {str(each["name"]): each["holds"] for each in torch_bars(found)}
+    assert shown == {
+        "torch, 1P+1D: the simulator's 90 % point, off by": False,
+        "torch, 1P+1D: its median TTFT, off by": None,
+        "torch, requests sent late, P99, worst probe (s)": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("idle", "shares", "limit"),
+    [
+        (0.3, {"prefill-0": 0.95, OTHERS: 1.5}, "prefill-0: 95% of a core"),
+        (0.04, {OTHERS: 1.2, "prefill-0": 0.7}, "the cores: 4% idle"),
+        (0.5, {"decode-0": 0.6, OTHERS: 0.1}, "none (decode-0: 60% of a core)"),
+    ],
+)
+def test_what_limits_is_a_process_without_a_rest_or_all_cores(
+    idle: float, shares: dict[str, float], limit: str, run_of_one: Run
+) -> None:
+    assert Probe(run_of_one, Used(idle, shares), late=0, slow=0).limited_by == limit
+
+
+@pytest.fixture
+def run_of_one() -> Run:
+    """A run of one request, simulated."""
+    scale, slo = Scale("a800-llama2-70b", 1.0, 2560.0), Slo(10.0, 0.1)
+    return Foresight(timed_profile(scale), slo, 1.0, 1).run(Pools(1, 1), [TraceRequest(0.0, 100, 2, ())], 1)
+
+
+@pytest.mark.parametrize(("patience", "probes"), [(math.inf, 3), (0.0, 2)])
+def test_a_search_begins_no_third_probe_when_its_time_is_over(patience: float, probes: int, run_of_one: Run) -> None:
+    rules = Rules(Slo(1.0, 1.0), least=2, probes=3, step=1.2, patience=patience, longest=2.5, warming=1)
+    assert rules.span == (2.5, 2)
+    slices = [Load(seed, tuple(TraceRequest(float(at), 10, 1, ()) for at in range(9))) for seed in (1, 2)]
+    bench = Bench((), rules, Foresight(timed_profile(SCALE), rules.slo, *rules.span), slices, Console(quiet=True))
+    measured, asked = Measured(Servers(2, 64)), list[int]()
+
+    def ask(requests: Sequence[TraceRequest], seed: int) -> Probe:
+        asked.append(seed)
+        return Probe(run_of_one, Used(0.0, {}), late=0, slow=0)
+
+    bench.look(measured, [1.0, 2.0], ask)
+    assert asked == [999, *(1000 + at for at in range(probes)), *(2000 + at for at in range(probes))]
+    assert [len(each) for each in measured.probes] == [probes, probes]
+    assert measured.live[1].low == pytest.approx(2.0 * 1.2 ** (probes - 1))
+
+
 def test_without_the_trace_it_says_so_and_measures_nothing(tmp_path: Path) -> None:
     done = run("--trace", str(tmp_path / "absent.jsonl"))
     assert done.returncode == 0, done.stderr
@@ -155,7 +247,7 @@ def test_without_the_trace_it_says_so_and_measures_nothing(tmp_path: Path) -> No
 @pytest.mark.live
 @pytest.mark.timeout(900)
 def test_a_quick_run_measures_every_system_and_writes_its_reports(tmp_path: Path, smollm2: Path) -> None:
-    done = run("--quick", "--seeds", "1", "--split", "1,1", "--out", str(tmp_path / "reports"))
+    done = run("--part", "timed", "--quick", "--seeds", "1", "--split", "1,1", "--out", str(tmp_path / "reports"))
     assert done.returncode == 0, done.stdout + done.stderr
     last = json.loads(done.stdout.splitlines()[-1].removeprefix("RESULT "))
     assert last["env"]["seeds"] == [1]
@@ -167,6 +259,34 @@ def test_a_quick_run_measures_every_system_and_writes_its_reports(tmp_path: Path
         *(f"simulated-{number}.html" for number in range(4)),
     }
     assert "simulated" in (tmp_path / "reports" / "simulated-0.html").read_text()
+    assert "failed" not in done.stdout
+
+
+@pytest.mark.live
+@pytest.mark.timeout(900)
+def test_a_quick_run_of_the_torch_part_says_what_limits_each_system(tmp_path: Path, smollm2: Path) -> None:
+    profile = tmp_path / "local.yaml"
+    own = msgspec.structs.replace(
+        timed_profile(Scale("a800-llama2-70b", 1.0, 1.0)),
+        name="by hand",
+        block_tokens=8,
+        kv_bytes_per_token=46_080,
+        prefill=PrefillCoefficients(0.2, 0.01),
+        decode=DecodeCoefficients(0.2, 0.01),
+        context_tokens=8192,
+        vram_tokens=8704,
+    )
+    profile.write_bytes(msgspec.yaml.encode(own))
+    options = ("--part", "torch", "--quick", "--seeds", "1", "--no-peer", "--profile", str(profile))
+    done = run(*options, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = json.loads(done.stdout.splitlines()[-1].removeprefix("RESULT "))
+    assert len(last["env"]["ratios"]) == 2
+    assert sum(bar["name"].endswith("its median TTFT, off by") for bar in last["bars"]) == 3
+    assert "by the profile by hand" in done.stdout
+    assert "what limits, of processors" in done.stdout
+    assert "prefill-0" in done.stdout
+    assert "simulated" in (tmp_path / "torch" / "simulated-0.html").read_text()
     assert "failed" not in done.stdout
 
 

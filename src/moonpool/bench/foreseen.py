@@ -26,17 +26,14 @@ from moonpool.trace.request import TraceRequest
 
 STEP = 1.04
 MOST = 40
-CHUNKS = (256, 512, 1024, 2048)
-"""Among which the best is chosen."""
 PLAN_SECONDS = 900.0
 
 
 class Foresight:
     """Of one kind of hardware under one pair of limits, both as the live cluster has them."""
 
-    def __init__(self, scale: Scale, slo: Slo, probe_seconds: float, least: int) -> None:
-        """Raises ConfigError for an unknown profile."""
-        self.profile: Profile = scaled(load_profile(scale.hardware), scale.slow_down, scale.shrink_kv)
+    def __init__(self, profile: Profile, slo: Slo, probe_seconds: float, least: int) -> None:
+        self.profile = profile
         self._slo = slo
         self._span = probe_seconds, least
 
@@ -58,11 +55,23 @@ class Foresight:
             search.tell(summary.attained / summary.requests)
         return search.found
 
-    def tuned(self, workers: int, load: Load, start: float) -> tuple[Coupled, dict[int, float]]:
-        """The best chunk behind a router that knows prefixes, and the 90 % point of each."""
-        among = [Coupled(workers, "chunked", chunk, "prefix-affine") for chunk in CHUNKS]
+    def tuned(self, workers: int, load: Load, start: float, chunks: Sequence[int]) -> tuple[Coupled, dict[int, float]]:
+        """The best of these chunks behind a router that knows prefixes, and the 90 % point of each."""
+        among = [Coupled(workers, "chunked", chunk, "prefix-affine") for chunk in chunks]
         points = {each.chunk: self.point(each, load, start).rate for each in among}
         return max(among, key=lambda each: points[each.chunk]), points
+
+
+def timed_profile(scale: Scale) -> Profile:
+    """What the timed engine is. Raises ConfigError for an unknown profile."""
+    return scaled(load_profile(scale.hardware), scale.slow_down, scale.shrink_kv)
+
+
+def prefill_rate(profile: Profile, load: Load, machines: int) -> float:
+    """Requests a second that half of the machines bear which do nothing but prefill, hits left out."""
+    cost, tokens = profile.prefill, [request.input_tokens for request in load.requests]
+    seconds = sum(cost.fixed + cost.per_token * n + cost.per_token_squared * n * n for n in tokens) / len(tokens)
+    return machines / 2 / seconds
 
 
 def planned(trace: Path, shape: Sequence[str], hardware: str, slo: Slo, machines: int) -> Pools:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from msgspec import Struct
+from rich.console import Console
 from rich.table import Table
 
 from moonpool.bench.goodput_live import Probe
-from moonpool.bench.goodput_systems import Coupled, Pools, System
+from moonpool.bench.goodput_systems import Coupled, Pools, Servers, System
 from moonpool.bench.ninety import Found
 from moonpool.bench.result import Bar, bar
 from moonpool.report.html import Page, page
@@ -30,7 +31,7 @@ MOST_LAG = 0.05
 class Measured(Struct):
     """One system; everything once for each seed."""
 
-    system: System
+    system: System | Servers
     live: list[Found] = []
     simulated: list[Found] = []
     probes: list[dict[float, Probe]] = []
@@ -58,9 +59,14 @@ class Measured(Struct):
         return statistics.mean(found.rate for found in self.simulated)
 
     @property
+    def is_bracketed(self) -> bool:
+        """For every seed."""
+        return all(found.is_bracketed for found in self.live)
+
+    @property
     def error(self) -> float | None:
         """Of the simulator's 90 % point; None where the live one is not bracketed for every seed."""
-        if not all(found.is_bracketed for found in self.live):
+        if not self.simulated or not self.is_bracketed:
             return None
         return self.foreseen_point / self.point - 1
 
@@ -113,28 +119,48 @@ def bars(results: Results, lack: str = "") -> list[Bar]:
         bar("machine idle, least of all probes", min((p.idle for p in probes), default=None), LEAST_IDLE, reason=lack),
         bar(
             "steps, times the profile's seconds, worst instance",
-            max((p.steps for p in probes), default=None),
+            max((p.steps for p in probes if p.steps is not None), default=None),
             MOST_STEPS,
             at_most=True,
             reason=lack,
         ),
-        bar(
-            "requests sent late, P99, worst probe (s)",
-            max((p.lag for p in probes), default=None),
-            MOST_LAG,
-            at_most=True,
-            reason=lack,
-        ),
+        _lag_bar(probes, "", lack),
     ]
 
 
-def foreseen_bars(results: Results) -> list[Bar]:
+def _lag_bar(probes: Sequence[Probe], prefix: str, lack: str = "") -> Bar:
+    latest = max((p.lag for p in probes), default=None)
+    return bar(f"{prefix}requests sent late, P99, worst probe (s)", latest, MOST_LAG, at_most=True, reason=lack)
+
+
+TORCH = "torch, "
+
+
+def torch_bars(results: Results) -> list[Bar]:
+    return [*foreseen_bars(results, TORCH), _lag_bar(results.all_probes, TORCH)]
+
+
+def torch_ratios(results: Results) -> dict[str, float]:
+    """The first system's 90 % point, times what each other serves at most."""
+    if not results.measured:
+        return {}
+    first, *others = results.measured
+    return {
+        f"{name(first)}, times {name(each)}": round(times, 3)
+        for each in others
+        if (times := _times(first, each)) is not None
+    }
+
+
+def foreseen_bars(results: Results, prefix: str = "") -> list[Bar]:
     found = []
     for each in results.measured:
+        if not each.simulated:
+            continue
         error, ttft = each.error, each.ratio(lambda run: run.summary.ttft.p50)
         found.append(
             bar(
-                f"{name(each)}: the simulator's 90 % point, off by",
+                f"{prefix}{name(each)}: the simulator's 90 % point, off by",
                 None if error is None else abs(error),
                 POINT_ERROR,
                 at_most=True,
@@ -143,7 +169,7 @@ def foreseen_bars(results: Results) -> list[Bar]:
         )
         found.append(
             bar(
-                f"{name(each)}: its median TTFT, off by",
+                f"{prefix}{name(each)}: its median TTFT, off by",
                 None if ttft is None else abs(ttft - 1),
                 TTFT_ERROR,
                 at_most=True,
@@ -174,16 +200,16 @@ def points_table(results: Results, slow_down: float) -> Table:
             _spread([found.rate * slow_down for found in each.live])
             + (
                 ""
-                if error is not None
+                if each.is_bracketed
                 else f"\nbelow {each.most * slow_down:.2f}"
                 if not each.point
                 else "\nno bracket"
             ),
-            _spread([found.rate * slow_down for found in each.simulated]),
+            _spread([found.rate * slow_down for found in each.simulated]) if each.simulated else "",
             "" if error is None else f"{error:+.1%}",
             str(len(probes)),
             f"{min(p.idle for p in probes):.0%}",
-            f"{max(p.steps for p in probes):.2f}",
+            "" if (steps := max((p.steps or 0.0) for p in probes)) == 0.0 else f"{steps:.2f}",
             f"{max(p.lag for p in probes) * 1e3:.0f}",
         )
     return shown
@@ -208,10 +234,32 @@ def errors_table(results: Results) -> Table:
         cells = []
         for each in results.measured:
             live = statistics.mean(of(each.shown(at).run) for at in range(len(each.live)))
+            if not each.foreseen:
+                cells.append(f"{live:.3g}")
+                continue
             simulated = statistics.mean(of(run) for run in each.foreseen)
             cells.append(f"{live:.3g}, {simulated:.3g}" + (f" ({simulated / live - 1:+.0%})" if live else ""))
         shown.add_row(heading, *cells)
     return shown
+
+
+def limiting_table(results: Results) -> Table:
+    """What each system has nothing left of, at the rates of `errors_table`."""
+    shown = Table("system", "limited by, for each seed", title="what limits, of processors: shares of one core")
+    for each in results.measured:
+        probes = [each.shown(at) for at in range(len(each.live))]
+        shown.add_row(each.system.name, "\n".join(probe.limited_by for probe in probes))
+    return shown
+
+
+def show(results: Results, slow_down: float, folder: Path, facts: Sequence[str], console: Console) -> None:
+    """Tables on the console, reports in the folder; nothing where nothing was measured."""
+    if not results.measured:
+        return
+    console.print(points_table(results, slow_down))
+    console.print(errors_table(results))
+    for file in write_reports(results, folder, facts):
+        console.print(f"written: {file}")
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -225,6 +273,8 @@ def write_reports(results: Results, folder: Path, facts: Sequence[str]) -> list[
     live = {each.system.name: _live(each) for each in results.measured}
     pages = {"goodput.html": Page("Moonpool: goodput, live", tuple(facts), tuple(live.values()))}
     for number, each in enumerate(results.measured):
+        if not each.foreseen:
+            continue
         columns = (live[each.system.name], Column(f"{each.system.name}, simulated", tuple(each.foreseen)))
         pages[f"simulated-{number}.html"] = Page(
             f"Moonpool: {each.system.name}, live and simulated", tuple(facts), columns

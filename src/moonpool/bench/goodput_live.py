@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from moonpool.bench.cluster import RunningCluster
-from moonpool.bench.dialect import Wish, find_dialect
+from moonpool.bench.dialect import Dialect
 from moonpool.bench.endpoint import Endpoint, base_of
-from moonpool.bench.goodput_load import BLOCK_TOKENS
+from moonpool.bench.processors import OTHERS, Meter, Used
 from moonpool.bench.prompts import Prompts, ids_below
 from moonpool.bench.replay import Replay, Rules
 from moonpool.bench.turns import Pace, turns
@@ -24,10 +23,14 @@ from moonpool.report.outcomes import total
 from moonpool.report.run import Run, live_run
 from moonpool.trace.request import TraceRequest
 
+MODEL = "smollm2"
+"""As all of them serve it. Not asked beforehand what they take: a cluster that refuses is a finding, too."""
 ANSWER_SECONDS = 600.0
 REST_SECONDS = 120.0
 REST_POLL_SECONDS = 0.2
 DECODE_REASONS = (RejectReason.TBT_SLO.value, RejectReason.KV_ROOM.value, RejectReason.NEVER_FITS.value)
+FULL = 0.9
+"""Share of a core, or of all, from which on nothing is left."""
 BATCH = 4
 """Of which decode steps are compared: every system has batches near it, so that nothing is extrapolated far."""
 
@@ -41,15 +44,33 @@ class Costs(Struct, frozen=True):
 
 class Probe(Struct, frozen=True):
     run: Run
-    idle: float
-    """Share of the machine's processor time that nobody used."""
-    steps: float
-    """Seconds of prefill and decode steps as the Conductor has measured them over the profile's; the worst instance."""
-
+    used: Used
+    """Of the machine's processors."""
     late: int
     """Requests taken whose first token did not come in time, or not at all."""
     slow: int
     """Requests whose first token did, and whose others did not."""
+    steps: float | None = None
+    """Seconds of prefill and decode steps as the Conductor has measured them over the profile's; the worst instance.
+    None: nobody tells."""
+
+    @property
+    def idle(self) -> float:
+        return self.used.idle
+
+    @property
+    def busiest(self) -> tuple[str, float]:
+        """Of the system's processes, and its share of a core."""
+        own = [(name, share) for name, share in self.used.shares.items() if name != OTHERS]
+        return max(own, key=lambda each: each[1], default=("", 0.0))
+
+    @property
+    def limited_by(self) -> str:
+        """The resource of which nothing is left, if there is one."""
+        name, share = self.busiest
+        if share >= FULL:
+            return f"{name}: {share:.0%} of a core"
+        return f"the cores: {self.idle:.0%} idle" if self.idle <= 1 - FULL else f"none ({name}: {share:.0%} of a core)"
 
     @property
     def lacks(self) -> str:
@@ -71,36 +92,49 @@ class Probe(Struct, frozen=True):
 
 
 async def probe(
-    name: str, cluster: RunningCluster, requests: Sequence[TraceRequest], slo: Slo, seed: int, costs: Costs
+    name: str,
+    url: str,
+    requests: Sequence[TraceRequest],
+    slo: Slo,
+    seed: int,
+    block_tokens: int,
+    pids: Mapping[str, int],
 ) -> Probe:
     """Open loop, each request when it is due. `seed`: of the prompts; one that was there before finds them cached.
 
-    Raises MoonpoolError where the cluster does not come to rest afterwards.
+    `pids`: the system's processes by name, whose children count with them.
     """
-    async with Endpoint(base_of(cluster.url), timeout=ANSWER_SECONDS) as endpoint:
-        dialect = await find_dialect(endpoint, Wish("", "completions", ids_below(), None))
-        prompts = Prompts(ids_below(), BLOCK_TOKENS, seed, dialect.extra_tokens)
+    async with Endpoint(base_of(url), timeout=ANSWER_SECONDS) as endpoint:
+        dialect = Dialect(MODEL)
+        prompts = Prompts(ids_below(), block_tokens, seed, dialect.extra_tokens)
         replay = Replay(endpoint, dialect, prompts, Rules())
-        before = processor_seconds()
-        tally = await replay.run(turns(requests, Pace(), BLOCK_TOKENS, seed))
-        after = processor_seconds()
-    run = live_run(name, seed, slo, tally.outcomes, tally.live(endpoint.base, dialect))
-    await at_rest(cluster)
+        meter = Meter(pids)
+        tally = await replay.run(turns(requests, Pace(), block_tokens, seed))
+        used = meter.read()
     outcomes = tally.outcomes
     in_time = outcomes.attain(Slo(slo.ttft, None))
     return Probe(
-        run,
-        idle=(after[1] - before[1]) / max(after[0] - before[0], 1e-9),
-        steps=_steps(cluster, requests, costs),
+        live_run(name, seed, slo, outcomes, tally.live(endpoint.base, dialect)),
+        used,
         late=total(~in_time & ~outcomes.refused),
         slow=total(in_time & ~outcomes.attain(slo)),
     )
 
 
-def processor_seconds(stat: Path = Path("/proc/stat")) -> tuple[float, float]:
-    """All of the machine's processor time, and the idle part of it, since it was started; in ticks."""
-    fields = [float(field) for field in stat.read_text().splitlines()[0].split()[1:9]]
-    return sum(fields), fields[3] + fields[4]
+async def probe_cluster(
+    name: str,
+    cluster: RunningCluster,
+    requests: Sequence[TraceRequest],
+    slo: Slo,
+    seed: int,
+    block_tokens: int,
+    costs: Costs,
+) -> Probe:
+    """As `probe`. Raises MoonpoolError where the cluster does not come to rest afterwards."""
+    pids = {"supervisor": cluster.process.pid}
+    found = await probe(name, cluster.url, requests, slo, seed, block_tokens, pids)
+    await at_rest(cluster)
+    return structs.replace(found, steps=_steps(cluster, requests, costs))
 
 
 async def at_rest(cluster: RunningCluster) -> None:

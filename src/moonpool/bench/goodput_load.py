@@ -27,6 +27,14 @@ class Load(Struct, frozen=True):
     seed: int
     requests: tuple[TraceRequest, ...]
     """At the trace's own times, the first at 0."""
+    block_tokens: int = BLOCK_TOKENS
+    """Of their block ids."""
+
+    @property
+    def mean_tokens(self) -> tuple[float, float]:
+        """Of prompts and answers."""
+        count = len(self.requests)
+        return sum(r.input_tokens for r in self.requests) / count, sum(r.output_tokens for r in self.requests) / count
 
     def at(self, rate: float, seconds: float, least: int) -> list[TraceRequest]:
         """`rate` a second on average, as many as come in so many `seconds`, but no fewer than `least`."""
@@ -52,3 +60,19 @@ def loads(trace: Path | None, seeds: Sequence[int], size: int, scale_input: floa
         first = taken[0].arrival
         found.append(Load(seed, tuple(structs.replace(each, arrival=each.arrival - first) for each in taken)))
     return found
+
+
+def shorter(load: Load, prompts: int, answers: int) -> Load:
+    """Lengths divided by so much, and blocks with the prompts: what these share stays the same part of them."""
+    block_tokens, rest = divmod(load.block_tokens, prompts)
+    if rest:
+        raise ValueError(f"blocks of {load.block_tokens} tokens do not become {prompts} times shorter")
+    requests = [
+        structs.replace(
+            request,
+            input_tokens=max(-(-request.input_tokens // prompts), 1),
+            output_tokens=max(round(request.output_tokens / answers), 1),
+        )
+        for request in load.requests
+    ]
+    return Load(load.seed, tuple(requests), block_tokens)

