@@ -374,6 +374,74 @@ def test_mistakes_in_making_one_name_the_field(opened: Open) -> None:
     run(test())
 
 
+def test_times_that_are_no_times_and_names_that_are_no_text(opened: Open) -> None:
+    async def test() -> None:
+        async with opened() as s:
+            with_context(s)
+            path = f"{s.url}/v1/caching/{id_of(1)}"
+            headers = {"content-type": "application/json"}
+            for ttl in ("NaN", "Infinity", "-Infinity", "1e999", "1e400", "-0.0", "3600.0", "1" * 400, "[60]", '"NaN"'):
+                answer = await s.client.patch(path, content=f'{{"ttl": {ttl}}}', headers=headers)
+                assert answer.status_code == 400, (ttl, answer.text)
+            for name in (r'"\ud800"', r'"a\udfff"', '"\x00"', "{}"):
+                answer = await s.client.patch(path, content=f'{{"name": {name}}}', headers=headers)
+                assert answer.status_code == 400, (name, answer.text)
+            before = s.gateway.keeper.book.find(id_of(1), "").context
+            assert (before.name, before.metadata) == ("", {})
+
+    run(test())
+
+
+def test_names_are_any_text(opened: Open, tmp_path: Path) -> None:
+    """They come back as they were given, also after a restart."""
+    names = [
+        "\U0001f9ca" * 256,
+        "\u202eevil\u202c",
+        "a\u0000b",
+        "a\r\nx: y",
+        "<script>alert(1)</script>",
+        "../../etc",
+        " ",
+        '"\\',
+    ]
+
+    async def test() -> None:
+        async with opened(caching_dir=str(tmp_path)) as s:
+            for n, name in enumerate(names):
+                if not any(held.context.id == id_of(n) for held in s.gateway.keeper.book):
+                    with_context(s, n)
+                metadata = {name[:64]: name}
+                changed = await s.client.patch(
+                    f"{s.url}/v1/caching/{id_of(n)}", json={"name": name, "metadata": metadata}
+                )
+                assert changed.status_code == 200, changed.text
+                assert (changed.json()["name"], changed.json()["metadata"]) == (name, metadata)
+        async with opened(caching_dir=str(tmp_path)) as s:
+            listed = (await s.client.get(f"{s.url}/v1/caching?limit=1000")).json()["data"]
+            assert sorted(c["name"] for c in listed) == sorted(names)
+
+    run(test())
+
+
+def test_thousands_of_them_are_listed_page_by_page(opened: Open) -> None:
+    async def test() -> None:
+        async with opened() as s:
+            for n in range(MOST_CONTEXTS):
+                with_context(s, n, name=f"n{n}")
+            full = await s.post("/v1/caching", PROMPT)
+            assert (full.status_code, full.json()["error"]["code"]) == (429, "caching_full")
+            seen: list[str] = []
+            more = True
+            while more:
+                after = f"&after={id_of(int(seen[-1][1:]))}" if seen else ""
+                page = (await s.client.get(f"{s.url}/v1/caching?limit=1000{after}")).json()
+                seen += [c["name"] for c in page["data"]]
+                more = page["has_more"]
+            assert seen == [f"n{n}" for n in reversed(range(MOST_CONTEXTS))]
+
+    run(test())
+
+
 def test_prefixes_that_are_too_short_or_too_long(opened: Open) -> None:
     async def test() -> None:
         async with opened() as s:
@@ -383,6 +451,8 @@ def test_prefixes_that_are_too_short_or_too_long(opened: Open) -> None:
                 assert answer.json()["error"]["code"] == "context_too_short"
                 assert answer.json()["error"]["param"] == next(iter(short))
                 assert "whole blocks of 64" in answer.json()["error"]["message"]
+            just = await s.post("/v1/caching", {"prompt": [5] * (CONTEXT - 1)})
+            assert just.json()["error"]["code"] == "no_node", "a token of output still fits"
             for long in ({"prompt": [5] * CONTEXT}, {"prompt": "a b " * CONTEXT}, {"messages": [USER] * CONTEXT}):
                 answer = await s.post("/v1/caching", long)
                 assert answer.status_code == 400

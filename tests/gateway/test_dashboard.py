@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
+import time
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -20,8 +21,8 @@ from moonpool.gateway.live import Sample
 from moonpool.gateway.outcomes import Outcomes
 from moonpool.wire.messages import Describe, Sampling
 from tests.gateway.conftest import Open
-from tests.gateway.kit import END, Stage, run
-from tests.keys import bearer, make_key
+from tests.gateway.kit import END, Stage, run, until
+from tests.keys import bearer, make_key, revoke
 
 
 async def look(s: Stage, after: int = 0) -> dict[str, Any]:
@@ -58,6 +59,9 @@ def test_the_page_is_whole_and_needs_no_other_host(opened: Open) -> None:
                 for module in re.findall(r'from "\./([^"]+)"', text):
                     assert f"/{module}" in files, f"{path} imports it"
             assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son\w+=", page), "nothing inline"
+            markup = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|\beval\(|new Function|srcdoc"
+            for path, text in files.items():
+                assert path == "/uplot.js" or not re.search(markup, text), f"{path}: text must not become markup"
 
     run(test())
 
@@ -162,6 +166,46 @@ def test_where_keys_are_asked_for_only_the_empty_page_is_for_everybody(opened: O
             assert (await s.client.get(s.url + "/dashboards")).status_code == 401
             assert (await s.client.get(s.url + "/cluster/live")).status_code == 401
             assert (await s.client.get(s.url + "/cluster/live", headers=key)).status_code == 200
+
+    run(test())
+
+
+def test_a_hundred_who_look_and_come_back_cost_one_snapshot(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "FRESH_SECONDS", 60.0)
+
+    async def test() -> None:
+        async with opened() as s:
+            for waves in (1, 2):
+                seen = await asyncio.gather(*(look(s) for _ in range(100)))
+                assert len({found["now"]["number"] for found in seen}) == 1
+                assert asked(s) == waves
+                monkeypatch.setattr(live, "FRESH_SECONDS", 0.0)
+                await look(s)  # what the first hundred saw is old
+                monkeypatch.setattr(live, "FRESH_SECONDS", 60.0)
+
+    run(test())
+
+
+def test_who_looks_with_a_key_that_is_revoked_sees_no_more(opened: Open, tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    mine, theirs = make_key(path, admin=True), make_key(path, admin=True)
+
+    async def test() -> None:
+        async with opened(keys=str(path)) as s:
+
+            async def status(key: str) -> int:
+                return (await s.client.get(s.url + "/cluster/live", headers=bearer(key))).status_code
+
+            s.describes = False  # a snapshot is under way while the key goes
+            waiting = asyncio.create_task(status(mine))
+            await until(lambda: asked(s) == 1)
+            await asyncio.to_thread(revoke, path, mine)
+            began = time.monotonic()
+            while await status(mine) != 401:
+                assert time.monotonic() < began + 5
+            assert await waiting in (200, 401)
+            s.describes = True
+            assert [await status(key) for key in (mine, theirs)] == [401, 200]
 
     run(test())
 

@@ -129,6 +129,21 @@ def test_a_cancelled_put_is_over_when_it_says_so(address: str, node: NodePeer, j
     eventually(lambda: stats(observer)["rooms"] == 0, "nothing is being written")
 
 
+def test_a_closed_client_says_so(node: NodePeer) -> None:
+    async def main() -> None:
+        pool = await AsyncClient.connect(node.socket_path, timeout=SECONDS)
+        space = pool.space(SPACE)
+        await pool.close()
+        for call in (pool.stats(), space.exists(K[0]), space.pin(K[:1], 60)):
+            with pytest.raises(PoolError, match="this client was closed"):
+                await call
+        with pytest.raises(PoolError, match="this client was closed"):
+            async with space.get(K[:1]):
+                pass
+
+    asyncio.run(main())
+
+
 def test_nobody_listens_there() -> None:
     with pytest.raises(PoolError, match="no node listens"):
         asyncio.run(AsyncClient.connect("/tmp/no-such-node.sock", timeout=0.01))

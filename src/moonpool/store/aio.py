@@ -68,7 +68,7 @@ class AsyncClient:
 
     async def stats(self) -> dict[str, float]:
         self._maker.check()
-        return await _whole(self._threads.submit(self._client.stats))
+        return await _whole(_submit(self._threads, self._client.stats))
 
     async def close(self) -> None:
         """Leases of this client end: no view of it may be used any more."""
@@ -124,7 +124,7 @@ class AsyncSpace:
     ) -> AsyncIterator[Blocks]:
         """`async with space.get(keys) as blocks:`"""
         self._maker.check()
-        getting = self._threads.submit(self._space.get, keys, layers, wait_until)
+        getting = _submit(self._threads, self._space.get, keys, layers, wait_until)
         with await _cancellable(getting, Blocks.close) as blocks:
             yield blocks
 
@@ -169,7 +169,15 @@ class AsyncSpace:
 
     async def _run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         self._maker.check()
-        return await _whole(self._threads.submit(call, *args, **kwargs))
+        return await _whole(_submit(self._threads, call, *args, **kwargs))
+
+
+def _submit(threads: ThreadPoolExecutor, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    """Raises PoolError where the client was closed."""
+    try:
+        return threads.submit(call, *args, **kwargs)
+    except RuntimeError as e:
+        raise PoolError(f"this client was closed: {e}") from None
 
 
 async def _whole(future: Future[T]) -> T:

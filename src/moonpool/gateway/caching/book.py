@@ -43,6 +43,8 @@ class Held:
     retry_at: float = 0.0
     missed_since: float | None = None
     """Since when the node that has it, or had it, is not in the fleet."""
+    must_be_computed: bool = False
+    """No node has all of it any more."""
     is_unwritten: bool = False
     """Its file says something older."""
 

@@ -12,13 +12,13 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from msgspec.structs import replace
 
 from moonpool.core.vocabulary import NodePeer, PartId, RejectReason
-from moonpool.errors import ConfigError, PoolError
+from moonpool.errors import ConfigError
 from moonpool.gateway.caching.book import Book, Held
 from moonpool.gateway.caching.context import Context
 from moonpool.gateway.caching.files import Files
@@ -75,8 +75,8 @@ class Keeper:
     async def run(self) -> None:
         """Until cancelled; pins stay for a while."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._restore_all())
-            group.create_task(self._keep_all())
+            for each in (self._renew_all, self._tidy_all, self._gather_all, self._compute_all):
+                group.create_task(each())
 
     async def close(self) -> None:
         """What waits for a node fails at once."""
@@ -105,15 +105,17 @@ class Keeper:
         held = Held(context)
         with self.book.reserve(context.owner, blocks * spaces[0].block_tokens):
             await self._pinner.check_room(blocks * page_aligned(spaces[0].block_bytes))
-            try:
-                await self._pinner.compute(held, label, priority)
-                id_, now = f"cache-{secrets.token_hex(12)}", time.time()
-                held.context = replace(held.context, id=id_, created=int(now), expires=now + ttl)
-                await self._write(held.context)
-            except BaseException:
-                await self._forget(held)
-                raise
+            await self._pinner.compute(held, label, priority)
+        # In the book at once: the end of another context would take the pins that they share.
+        id_, now = f"cache-{secrets.token_hex(12)}", time.time()
+        held.context = replace(held.context, id=id_, created=int(now), expires=now + ttl)
         self.book.add(held)
+        try:
+            await self._write(held.context)
+        except BaseException:
+            with _logged():
+                await self.delete(held)
+            raise
         self.totals["contexts_made"] += 1
         log.info("cached context %s: %d tokens at %s", id_, held.context.pinned_tokens, held.context.node)
         return held
@@ -148,26 +150,38 @@ class Keeper:
 
     # ---- keeping
 
-    async def _keep_all(self) -> None:
+    async def _renew_all(self) -> None:
+        """It waits for nothing else: pins would end meanwhile."""
         while True:
             nodes = {node.id: node for node in self._pinner.nodes()}
-            self._pinner.pool.forget_all_but(nodes.values())
-            for held in self.book.expired():
+            self._pinner.forget_all_but(nodes.values())
+            for held in self.book:
+                self._look_for_node(held, nodes)
+            await self._renew()
+            await asyncio.sleep(TICK_SECONDS)
+
+    async def _tidy_all(self) -> None:
+        """What is over leaves the book first, then nodes and disk, however long those take."""
+        while True:
+            over = self.book.expired()
+            for held in over:
                 self.book.remove(held, is_expired=True)
                 self.totals["contexts_expired"] += 1
-                with _logged():
-                    await self._forget(held)
             for held in self.book:
                 if not self._is_owner(held.context.owner):
-                    with _logged():
-                        await self.delete(held)
-                self._look_for_node(held, nodes)
+                    self.book.remove(held)
+                    over.append(held)
+            await asyncio.gather(*(self._let_go(held) for held in over))
+            for held in self.book:
                 if held.is_unwritten and self.book.has(held):
                     held.is_unwritten = False
                     with _logged():
                         await self._write(held.context)
-            await self._renew()
             await asyncio.sleep(TICK_SECONDS)
+
+    async def _let_go(self, held: Held) -> None:
+        with _logged():
+            await self._forget(held)
 
     def _look_for_node(self, held: Held, nodes: Mapping[PartId, NodePeer]) -> None:
         """One that is not in the fleet may be there again in a moment: a new Conductor knows nobody at first."""
@@ -189,57 +203,54 @@ class Keeper:
         for held in self.book:
             if held.pinned is not None and held.is_ready and held.until < due_before:
                 due.setdefault((held.pinned.node, held.pinned.space.id), []).append(held)
-        await asyncio.gather(*(self._renew_at(node, some) for (node, _), some in due.items()))
+        await asyncio.gather(*(self._pinner.renew(node, some) for (node, _), some in due.items()))
 
-    async def _renew_at(self, node: NodePeer, some: Sequence[Held]) -> None:
-        clock = asyncio.get_running_loop().time
-        pins = {held: held.pinned for held in some if held.pinned is not None}
-        space = next(iter(pins.values())).space
-        keys = list(dict.fromkeys(key for pinned in pins.values() for key in pinned.keys))
-        until = clock() + PIN_SECONDS
-        try:
-            there = dict(zip(keys, await self._pinner.pool.pin(node, space, keys, PIN_SECONDS), strict=True))
-        except PoolError as e:
-            log.warning("%s does not renew the pins of %d cached contexts: %s", node.id, len(pins), e)
-            for held, pinned in pins.items():
-                if held.pinned is pinned and held.until < clock():
-                    held.pinned = None
-            return
-        for held, pinned in pins.items():
-            if held.pinned is pinned:
-                held.until = until
-                held.pinned = pinned if all(there[key] for key in pinned.keys) else None
-
-    async def _restore_all(self) -> None:
-        """One after the other: it may be much to compute, and others have requests too."""
+    async def _gather_all(self) -> None:
+        """What some node still has waits for nothing that has to be computed."""
         while True:
             for held in self.book:
-                if held.retry_at <= asyncio.get_running_loop().time() and self._is_lost(held):
-                    await self._restore(held)
+                node = self._node_for(held)
+                if node is None or held.must_be_computed or not self._is_lost(held):
+                    continue
+                lacks = self._cluster.fleet.lacks
+                if await self._pinner.gather(held, node):
+                    await self._restored(held)
+                elif lacks is not None:
+                    held.retry_at = asyncio.get_running_loop().time() + READY_SECONDS
+                else:
+                    held.must_be_computed = True
+            await asyncio.sleep(TICK_SECONDS)
+
+    async def _compute_all(self) -> None:
+        """One after the other: it may be much, and others have requests too."""
+        while True:
+            for held in self.book:
+                if held.must_be_computed and self._is_lost(held):
+                    await self._compute_again(held)
             await asyncio.sleep(TICK_SECONDS)
 
     def _is_lost(self, held: Held) -> bool:
-        return held.pinned is None and self.book.has(held) and held.context.expires > time.time()
+        if held.pinned is not None or held.retry_at > asyncio.get_running_loop().time():
+            return False
+        return self.book.has(held) and held.context.expires > time.time()
 
-    async def _restore(self, held: Held) -> None:
-        node = self._node_for(held)
-        if node is None:
-            return
-        lacks = self._cluster.fleet.lacks
+    async def _compute_again(self, held: Held) -> None:
+        """However it ends, nodes are asked first before it is computed another time."""
+        self.totals["contexts_computed_again"] += 1
         try:
-            if not await self._pinner.gather(held, node):
-                if lacks is not None:
-                    held.retry_at = asyncio.get_running_loop().time() + READY_SECONDS
-                    return
-                self.totals["contexts_computed_again"] += 1
-                await self._pinner.compute(held, held.context.id, "")
+            await self._pinner.compute(held, held.context.id, "")
         except ApiError as e:
             held.failures += 1
             wait = min(2.0**held.failures, MOST_RETRY_SECONDS)
             held.problem, held.retry_at = str(e), asyncio.get_running_loop().time() + wait
             self.totals["context_failures"] += 1
             log.warning("cached context %s is not pinned: %s", held.context.id, e)
-            return
+        else:
+            await self._restored(held)
+        finally:
+            held.must_be_computed = False
+
+    async def _restored(self, held: Held) -> None:
         if not self.book.has(held):  # it was deleted meanwhile
             await self._pinner.unpin(held)
             return

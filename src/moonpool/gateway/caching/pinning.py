@@ -1,9 +1,14 @@
-"""Getting one cached context's blocks computed and pinned, at a node that has room for them."""
+"""Getting cached contexts' blocks computed and pinned, at nodes that have room for them.
+
+Contexts share blocks, and nodes do not count how often one is pinned: whoever lets go of some leaves those that others
+need. So what is pinned, renewed and unpinned at one node takes turns, and is noted before its turn ends.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection, Sequence
 
 from msgspec.structs import replace
 
@@ -15,6 +20,7 @@ from moonpool.gateway.caching.pool import Pool
 from moonpool.gateway.cluster import Cluster
 from moonpool.gateway.generation import chains_of
 from moonpool.gateway.problem import ApiError
+from moonpool.store.extents import page_aligned
 
 log = logging.getLogger(__name__)
 
@@ -34,11 +40,17 @@ class Pinner:
         self._cluster = cluster
         self._book = book
         self._timeout = request_timeout
+        self._turns: dict[NodePeer, asyncio.Lock] = {}
 
     def nodes(self) -> list[NodePeer]:
         """Those that are there and keep blocks of others."""
         fleet = self._cluster.fleet.latest
         return [] if fleet is None else [node for node in fleet.nodes if node.data_address]
+
+    def forget_all_but(self, nodes: Collection[NodePeer]) -> None:
+        """What others are being asked fails at once."""
+        self.pool.forget_all_but(nodes)
+        self._turns = {node: turn for node, turn in self._turns.items() if node in nodes or turn.locked()}
 
     async def check_room(self, nbytes: int) -> None:
         """Before it is computed in vain. Raises ApiError."""
@@ -76,6 +88,8 @@ class Pinner:
                     return
             except PoolError as e:
                 problem = str(e)
+        # Others may have taken the room meanwhile.
+        await self.check_room(len(done.keys) * page_aligned(done.space.block_bytes))
         message = f"the prefix was computed and is not pinned: {problem}"
         raise ApiError(503, message, code="not_pinned", headers={"retry-after": "5"})
 
@@ -91,8 +105,31 @@ class Pinner:
             log.info("%s does not pin the cached context %s: %s", node.id, held.context.id, e)
         return False
 
+    async def renew(self, node: NodePeer, some: Sequence[Held]) -> None:
+        """One question for all of these contexts, of one key space, that are still pinned there."""
+        clock = asyncio.get_running_loop().time
+        async with self._turn(node):
+            pins = {h: h.pinned for h in some if self._book.has(h) and h.pinned is not None and h.pinned.node == node}
+            if not pins:
+                return
+            space = next(iter(pins.values())).space
+            keys = list(dict.fromkeys(key for pinned in pins.values() for key in pinned.keys))
+            until = clock() + PIN_SECONDS
+            try:
+                there = dict(zip(keys, await self.pool.pin(node, space, keys, PIN_SECONDS), strict=True))
+            except PoolError as e:
+                log.warning("%s does not renew the pins of %d cached contexts: %s", node.id, len(pins), e)
+                for held, pinned in pins.items():
+                    if held.pinned is pinned and held.until < clock():
+                        held.pinned = None
+                return
+            for held, pinned in pins.items():
+                if held.pinned is pinned:
+                    held.until = until
+                    held.pinned = pinned if all(there[key] for key in pinned.keys) else None
+
     async def unpin(self, held: Held) -> None:
-        """But for what other contexts have pinned there. A node that does not answer lets go by itself."""
+        """But for what other contexts have pinned there. A node that is away, or does not answer, lets go by itself."""
         pinned, held.pinned = held.pinned, None
         if pinned is not None:
             await self._unpin(pinned)
@@ -102,7 +139,12 @@ class Pinner:
         clock = asyncio.get_running_loop().time
         until, most = 0.0, -1
         try:
-            while not all(there := await self.pool.pin(wanted.node, wanted.space, wanted.keys, PIN_SECONDS)):
+            while True:
+                async with self._turn(wanted.node):
+                    there = await self.pool.pin(wanted.node, wanted.space, wanted.keys, PIN_SECONDS)
+                    if all(there):
+                        self._note(held, wanted)
+                        return True
                 if sum(there) > most:
                     until, most = clock() + patience, sum(there)
                 elif clock() >= until:
@@ -112,6 +154,9 @@ class Pinner:
         except BaseException:
             await self._unpin(wanted)
             raise
+
+    def _note(self, held: Held, wanted: Pinned) -> None:
+        """It is pinned."""
         context = replace(
             held.context,
             pinned_tokens=len(wanted.keys) * wanted.space.block_tokens,
@@ -122,12 +167,18 @@ class Pinner:
             self._book.replace(held, context)
         else:
             held.context = context
-        held.pinned, held.until, held.missed_since = wanted, clock() + PIN_SECONDS, None
-        return True
+        held.pinned, held.missed_since = wanted, None
+        held.until = asyncio.get_running_loop().time() + PIN_SECONDS
 
     async def _unpin(self, pinned: Pinned) -> None:
-        needed = self._book.needed(pinned.node, pinned.space)
-        try:
-            await self.pool.unpin(pinned.node, pinned.space, [key for key in pinned.keys if key not in needed])
-        except PoolError as e:
-            log.warning("%s is not told to unpin %d blocks: %s", pinned.node.id, len(pinned.keys), e)
+        async with self._turn(pinned.node):
+            if pinned.node not in self.nodes():
+                return
+            needed = self._book.needed(pinned.node, pinned.space)
+            try:
+                await self.pool.unpin(pinned.node, pinned.space, [key for key in pinned.keys if key not in needed])
+            except PoolError as e:
+                log.warning("%s is not told to unpin %d blocks: %s", pinned.node.id, len(pinned.keys), e)
+
+    def _turn(self, node: NodePeer) -> asyncio.Lock:
+        return self._turns.setdefault(node, asyncio.Lock())
