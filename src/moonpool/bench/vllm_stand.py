@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +93,13 @@ class Stand:
         return f"ipc://{self._run_dir}/{at}.kv"
 
     @contextlib.contextmanager
-    def gateway(self, *roles: str | None, port: int = 0) -> Iterator[RunningCluster]:
-        """The first servers in these roles, ready; None leaves one out."""
+    def gateway(
+        self,
+        *roles: str | None,
+        port: int = 0,
+        events: Mapping[int, str] | None = None,
+    ) -> Iterator[RunningCluster]:
+        """The first servers in these roles, ready; None leaves one out. `events`: where else a server's are heard."""
         port = port or free_port()
         file = self._folder / f"{'-'.join(role or 'none' for role in roles)}.yaml"
         served = [
@@ -102,7 +107,7 @@ class Stand:
                 "id": f"vllm-{at}",
                 "url": self.urls[at],
                 "role": role,
-                "kv-events": self.events(at),
+                "kv-events": (events or {}).get(at, self.events(at)),
                 "kv-events-replay": f"{self.events(at)}r",
                 "pool": True,
             }

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import tempfile
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from moonpool.store.client import NodeClient
 from ..kit import Stream, cached_tokens, complete, counters, output_ids, random_prompt, shown_blocks
 from ..kv_events.example import example
 from ..kv_events.kit import quiet_port
+from .relay import Relay
 
 pytestmark = [
     pytest.mark.live,
@@ -133,6 +135,38 @@ def test_whoever_follows_the_pool_s_events_has_the_blocks_that_the_cluster_shows
         complete(gateway, random_prompt(4 * SIZE + 5, 14), 2, ignore_eos=True)
         until(lambda: len(in_pool(gateway) - before) == 4, "its blocks are shown")
         until(lambda: follower.blocks() == in_pool(gateway), "they are all told")
+
+
+def test_a_stream_of_events_that_was_cut_is_caught_up_with(stand: Stand) -> None:
+    prompts = (random_prompt(3 * SIZE + 40, seed) for seed in itertools.count(100))
+    with tempfile.TemporaryDirectory(prefix="mp-") as folder:
+        relay = Relay(Path(folder) / "cut", stand.events(1))
+        with stand.gateway("both", "both", events={1: relay.address}) as gateway:
+
+            def known() -> int:
+                return blocks(gateway, "vllm-1.cache")
+
+            def comes_to(count: int) -> bool:
+                """So many blocks are known of, after one more prompt: a gap is seen by what comes after it."""
+                ask(stand.urls[1], next(prompts), 1)
+                end = time.monotonic() + 3.0
+                while known() != count and time.monotonic() < end:
+                    time.sleep(0.1)
+                return known() == count
+
+            until(lambda: comes_to(known() + 3), "its events come through")
+            before = known()
+            relay.cut()
+            prompt = next(prompts)
+            ask(stand.urls[1], prompt, 1)
+            answer = complete(gateway, prompt, 8, ignore_eos=True)
+            assert output_ids(answer) == computed(stand.urls[0], prompt, 8)
+            assert known() == before
+            relay.mend()
+            counts = itertools.count(before + 3 + 3, 3)
+            until(lambda: comes_to(next(counts)), "it asks for what it has missed")
+            assert counters(gateway)["vllm-1.cache"]["kv_event_gaps"] == 0
+        relay.cut()
 
 
 def test_a_gateway_that_is_killed_in_a_stream_leaves_nothing_running(stand: Stand) -> None:
