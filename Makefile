@@ -15,7 +15,7 @@ help:
 	@echo "make test     run the tests                                 (ARGS='tests/core -k directory')"
 	@echo "make test-browser  the dashboard in a real Chromium, which it installs where it may (two minutes)"
 	@echo "make demo-vllm  two vLLM servers on CPU, for prefill and decode, behind one endpoint (3.4 GB the first time)"
-	@echo "make test-vllm  the connector, and the gateway before real vLLM servers on CPU (sets them up: 3.4 GB; then 8 minutes)"
+	@echo "make test-vllm  the connector, and the gateway before real vLLM servers on CPU (sets them up: 3.4 GB, minutes; then 6 to 10)"
 	@echo "make test-vllm-core  what of it CI runs: hits and answers, no faults (some four minutes once it is set up)"
 	@echo "make soak     the long versions of tests: thousands of crashes, larger searches, half an hour of kills (two hours)"
 	@echo "make check    formatting, lint, types, import rules"
