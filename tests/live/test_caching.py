@@ -324,6 +324,48 @@ def test_a_context_survives_workers_and_the_gateway(smollm2: Path, tmp_path: Pat
         eventually(lambda: gone(cluster, made["id"]), "the next gateway does not know it")
 
 
+@pytest.mark.parametrize("part", ["prefill-0", "decode-0", "node-0", "gateway-0"])
+def test_a_part_that_dies_while_contexts_are_made_leaves_no_pins_of_its_time(
+    smollm2: Path, tmp_path: Path, part: str
+) -> None:
+    """Each is made, or refused with the reason; what was made is there, and all that is pinned is of what was made."""
+    prompts = [random_prompt(3 * BLOCK, seed=80 + n) for n in range(5)]
+    with running_cluster(*SMALL, "--caching-dir", str(tmp_path)) as cluster, ThreadPoolExecutor(5) as pool:
+
+        def make(prompt: list[int]) -> httpx.Response | None:
+            try:
+                return httpx.post(f"{cluster.url}/v1/caching", json={"prompt": prompt}, timeout=HANG)
+            except httpx.TransportError:
+                return None  # its gateway died
+
+        making = [pool.submit(make, prompt) for prompt in prompts]
+        time.sleep(0.7)
+        kill(cluster, part)
+        answers = [answer for each in making if (answer := each.result(HANG)) is not None]
+        assert part == "gateway-0" or len(answers) == len(prompts)
+        for answer in answers:
+            assert answer.status_code in (200, 503), answer.text
+            assert answer.status_code == 200 or answer.json()["error"]["code"]
+        eventually(lambda: reaches(cluster), "the gateway is there")
+        cluster.wait_ready()
+        listed = httpx.get(f"{cluster.url}/v1/caching", timeout=HANG).json()["data"]
+        made = {answer.json()["id"] for answer in answers if answer.status_code == 200}
+        assert made <= {context["id"] for context in listed}
+        eventually(lambda: all(is_ready(cluster, context["id"]) for context in listed), "all are pinned again")
+        for context in listed:
+            delete(cluster, context["id"])
+        if part != "gateway-0":  # what that had pinned for a context that nobody has ends by itself, 90 s later
+            eventually(lambda: pinned(cluster) == 0, "nothing stays pinned")
+        audit(cluster)
+
+
+def reaches(cluster: RunningCluster) -> bool:
+    try:
+        return httpx.get(f"{cluster.url}/health", timeout=HANG).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
 def gone(cluster: RunningCluster, id_: str) -> bool:
     try:
         return httpx.get(f"{cluster.url}/v1/caching/{id_}", timeout=HANG).status_code == 404
