@@ -12,9 +12,9 @@ from moonpool.gateway.keys.file import ApiKey, edit, without
 from moonpool.gateway.keys.secret import draw_id, draw_key, hash_of, id_of
 
 
-def make_key(path: Path, name: str = "someone", **fields: Any) -> str:
+def make_key(path: Path, name: str = "someone", id_: str = "", **fields: Any) -> str:
     """Add a key to the file, which need not be there; the key as a client sends it."""
-    id_ = draw_id()
+    id_ = id_ or draw_id()
     key = draw_key(id_)
     entry = ApiKey(id=id_, name=name, hash=hash_of(key), created=datetime.date(2026, 11, 30), **fields)
     edit(path, lambda file: replace(file, keys=(*file.keys, entry)), may_create=True)

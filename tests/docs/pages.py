@@ -6,6 +6,7 @@ import re
 import shlex
 import textwrap
 from collections.abc import Iterable, Iterator
+from itertools import dropwhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ LANGUAGES = ("sh", "python", "yaml", "json", "")
 """Without a language: drawings, and sessions, in which a line that is typed begins with `$ `."""
 FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 FILE_NAME = re.compile(r"^# (?:.* )?([\w-]+\.(?:py|yaml))\b")
+ASSIGNMENT = re.compile(r"\w+=")
 ENDS = {">", ">>", "|", "&", "&&", ";"}
 
 
@@ -24,9 +26,10 @@ class Command(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """Up to where a shell would see its end."""
+        """Up to where a shell would see its end, without assignments before it."""
         words = shlex.split(self.text.replace("\\\n", " "), comments=True)
-        return words[: next((at for at, word in enumerate(words) if word in ENDS), None)]
+        words = words[: next((at for at, word in enumerate(words) if word in ENDS), None)]
+        return list(dropwhile(ASSIGNMENT.match, words))
 
 
 class Block(NamedTuple):

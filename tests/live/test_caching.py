@@ -18,6 +18,7 @@ import pytest
 
 from moonpool.bench.cluster import RunningCluster, free_port, running_cluster
 from moonpool.engine.timed import reference_tokens
+from tests.docs.pages import file_of
 from tests.keys import bearer, make_key
 from tests.live.kit import (
     BLOCK,
@@ -36,7 +37,6 @@ from tests.live.parts import Parts, separate_parts
 
 pytestmark = pytest.mark.live
 
-DOCS = Path(__file__).parents[2] / "docs" / "caching.md"
 OUTPUT = 4
 DRAM = 64
 """Blocks: one of the timed engine has 32 KiB. A quarter of them may be pinned."""
@@ -178,16 +178,14 @@ def test_a_context_ends_with_its_time(smollm2: Path) -> None:
 
 
 def test_the_examples_of_the_docs(smollm2: Path, tmp_path: Path) -> None:
-    found = re.search(r"```python\n(# caching.py.*?)```", DOCS.read_text(), re.DOTALL)
-    assert found is not None
-    text = "The filter is behind the red door. Turn the handle to the left and pull it out. " * 12
+    example = file_of("docs/caching.md", "caching.py")
     with running_cluster("--engine", "timed", "--dram-per-node", "16MiB", *OFF) as cluster:
         script = tmp_path / "caching.py"
         checks = "\nassert by_id['choices'] == in_full['choices']\nassert longer['expired_at'] > made['expired_at']\n"
         checks += (
             "assert [c['id'] for c in listed] == [made['id']]\nassert api.get('/v1/caching').json()['data'] == []\n"
         )
-        script.write_text(f"URL, TEXT = {cluster.url!r}, {text!r}\n{found[1]}{checks}")
+        script.write_text(example.replace("http://127.0.0.1:8000", cluster.url) + checks)
         done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=HANG)
         assert done.returncode == 0, done.stderr
         id_, tokens, pinned = done.stdout.split()[:3]

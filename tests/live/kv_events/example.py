@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-DOCS = Path(__file__).parents[3] / "docs" / "operations.md"
+from tests.docs.pages import file_of
+
 RUN = """
 import json, sys, threading
 
@@ -36,10 +36,8 @@ class Example:
 
 @contextlib.contextmanager
 def example(folder: Path, address: str, replay_address: str) -> Iterator[Example]:
-    found = re.search(r"```python\n(# follow.py.*?)```", DOCS.read_text(), re.DOTALL)
-    assert found is not None
     script = folder / "follow.py"
-    script.write_text(found[1] + RUN)
+    script.write_text(file_of("docs/operations.md", "follow.py") + RUN)
     # -I: neither this folder nor PYTHONPATH are looked at.
     process = subprocess.Popen(
         [sys.executable, "-I", str(script), address, replay_address],
