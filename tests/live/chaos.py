@@ -48,6 +48,7 @@ SLOW_BUFFER, SLOW_SEGMENT = 2048, 200
 """Of a slow reader's socket: the gateway's kernel then keeps 80 KB for it. Usually it keeps megabytes: any answer."""
 CLEAN = {reason.value for reason in RejectReason}
 BACK_SECONDS = 60.0
+BUSY_SECONDS = 4.0
 LOOK_SECONDS = 1.0
 POLL_SECONDS = 0.1
 
@@ -178,21 +179,26 @@ class Killer:
         order = itertools.cycle(itertools.product((True, False), ("decode", "node", "prefill")))
         for number, (busiest, kind) in zip(range(1, count + 1), order, strict=False):
             await asyncio.sleep(begin + number * period - loop.time())
-            with_conductor, parts = number % 3 == 0, await self._parts()
-            victim = self._choose(list(parts.values()), kind, busiest)
+            with_conductor = number % 3 == 0
+            victim, parts = await self._choose(kind, busiest)
             at_once = [CONDUCTOR] if with_conductor and number % 2 == 0 else []
             await self._kill([victim, *at_once], parts)
             if with_conductor and not at_once:
                 await asyncio.sleep(begin + (number + 0.5) * period - loop.time())
                 await self._kill([CONDUCTOR], await self._parts())
 
-    def _choose(self, parts: list[dict[str, Any]], kind: str, busiest: bool) -> str:
-        possible = [p for p in parts if p["kind"] == kind and self._spared not in (p["id"], p.get("node"))]
-        if not busiest:
-            return str(self._rng.choice(possible)["id"])
-        # Of nodes the one that holds most requests' rooms, then most bytes.
-        by = max(possible, key=lambda p: (p.get("assigned", 0), p.get("rooms", 0), p.get("used_bytes", 0)))
-        return str(by["id"])
+    async def _choose(self, kind: str, busiest: bool) -> tuple[str, dict[str, dict[str, Any]]]:
+        """A victim, and all parts at that moment. The busiest: the one with most requests, once any has one."""
+        until = asyncio.get_running_loop().time() + BUSY_SECONDS
+        while True:
+            parts = await self._parts()
+            possible = [p for p in parts.values() if p["kind"] == kind and self._spared not in (p["id"], p.get("node"))]
+            if not busiest:
+                return str(self._rng.choice(possible)["id"]), parts
+            found = max(possible, key=_busy)
+            if any(_busy(found)) or asyncio.get_running_loop().time() > until:
+                return str(found["id"]), parts
+            await asyncio.sleep(POLL_SECONDS)
 
     async def _kill(self, victims: list[str], before: dict[str, dict[str, Any]]) -> None:
         """Returns when all parts are there again."""
@@ -218,6 +224,11 @@ class Killer:
                     state: Any = await asyncio.to_thread(self._cluster.describe)
                     return {part["id"]: part for part in state["parts"]}
                 await asyncio.sleep(POLL_SECONDS)
+
+
+def _busy(part: dict[str, Any]) -> tuple[int, int]:
+    """Requests: of a worker those placed there, of a node those with room there."""
+    return part.get("assigned", 0), part.get("rooms", 0)
 
 
 class Life(Struct):
