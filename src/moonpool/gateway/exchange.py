@@ -114,7 +114,9 @@ class Exchange:
                     self._finish(choice)
             elif choice.finish is None:
                 self._check_ending(choice)
-            if choice.generation.fresh and choice.finish is None:
+            generation = choice.generation
+            if choice.finish is None and (generation.fresh or (delta is not None and generation.ending is not None)):
+                # An ending that came with the last tokens brings no further news.
                 self._news.set()
         return changes
 
