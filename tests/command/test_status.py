@@ -112,7 +112,8 @@ def test_once_prints_one_table(gateway: str, capsys: pytest.CaptureFixture[str],
 @pytest.mark.parametrize(
     ("code", "body", "message"),
     [
-        (403, b"", "answered 403 to /cluster: set MOONPOOL_API_KEY to an admin key"),
+        (401, b"", "answered 401 to /cluster: set MOONPOOL_API_KEY to an admin key"),
+        (403, b"", "answered 403 to /cluster: the key in MOONPOOL_API_KEY is no admin key"),
         (500, b"", "answered 500"),
         (200, b"<html>", "no cluster answers at"),
     ],

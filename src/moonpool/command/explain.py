@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from moonpool.command.flags import api_key
+from moonpool.command.flags import api_key, key_hint
 from moonpool.command.journal import default_directory, written_at
 from moonpool.command.telling import tell
 from moonpool.core.actions import Action
@@ -76,8 +76,7 @@ def fetch(request: str, url: str) -> list[Story]:
     except urllib.error.HTTPError as e:
         if e.code == 404:
             return []
-        hint = ": set MOONPOOL_API_KEY to an admin key" if e.code in (401, 403) else ""
-        raise MoonpoolError(f"{url} answered {e.code}{hint}") from None
+        raise MoonpoolError(f"{url} answered {e.code}{key_hint(e.code)}") from None
     except (OSError, ValueError) as e:
         reason = getattr(e, "reason", e)
         raise MoonpoolError(f"no cluster answers at {url} ({getattr(reason, 'strerror', None) or reason})") from None

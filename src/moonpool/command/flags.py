@@ -81,6 +81,14 @@ def api_key() -> str | None:
     return os.environ.get(API_KEY_ENV) or None
 
 
+def key_hint(status: int) -> str:
+    """What to do about an answer that refuses the key, or the lack of one; empty for any other."""
+    return {
+        401: f": set {API_KEY_ENV} to an admin key",
+        403: f": the key in {API_KEY_ENV} is no admin key",
+    }.get(status, "")
+
+
 def _parameter(key: Key) -> str:
     """A name that cannot meet Python's or the wrapper's own."""
     return f"key_{key.field}"

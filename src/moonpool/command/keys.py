@@ -113,8 +113,8 @@ def revoke(path: Path, id_: str) -> int:
 
     def leave_out(file: KeyFile) -> KeyFile:
         if all(key.id != id_ for key in file.keys):
-            shown = repr(id_) if len(id_) <= 64 else "of this id"
-            raise ConfigError(f"{path} has no key {shown}: `moonpool keys list --keys {path}` shows those it has")
+            shown = f"with the id {id_!r}" if len(id_) <= 64 else "with this id"
+            raise ConfigError(f"{path} has no key {shown}: `moonpool keys list --keys {path}` shows their ids")
         return without(file, id_)
 
     edit(path, leave_out)

@@ -14,7 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from moonpool.command.flags import api_key
+from moonpool.command.flags import api_key, key_hint
 from moonpool.errors import MoonpoolError
 
 EVERY_SECONDS = 1.0
@@ -91,8 +91,7 @@ def fetch(url: str) -> State:
         with urllib.request.urlopen(request, timeout=CALL_SECONDS) as answer:
             return msgspec.json.decode(answer.read(MAX_ANSWER_BYTES), type=State)
     except urllib.error.HTTPError as e:
-        hint = ": set MOONPOOL_API_KEY to an admin key" if e.code in (401, 403) else ""
-        raise MoonpoolError(f"{url} answered {e.code} to /cluster{hint}") from None
+        raise MoonpoolError(f"{url} answered {e.code} to /cluster{key_hint(e.code)}") from None
     except (OSError, ValueError) as e:
         reason = getattr(e, "reason", e)
         raise MoonpoolError(

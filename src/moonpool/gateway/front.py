@@ -146,7 +146,9 @@ def _not_routed(error: HTTPException, method: str, path: str) -> ApiError:
         allowed = (error.headers or {}).get("Allow", "")
         message = f"{method} is not allowed for {path[:128]}: use {allowed}"
         return ApiError(405, message, code="method_not_allowed", headers={"allow": allowed})
-    message = f"there is no {path[:128]} here: ask /v1/chat/completions, /v1/completions or /v1/models"
+    message = (
+        f"there is no {path[:128]} here: ask /v1/chat/completions, /v1/completions or /v1/models, or open /dashboard"
+    )
     return ApiError(404, message, code="not_found")
 
 
