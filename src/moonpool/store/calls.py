@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import select
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from itertools import count
 
 from moonpool.core.vocabulary import PartId
@@ -35,8 +37,9 @@ class LostError(PoolError):
 class _Own(threading.local):
     """What each thread has for itself: a poll object serves one at a time."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, alarm: int) -> None:
         self.poll = select.poll()
+        self.poll.register(alarm, select.POLLIN)
         self.poll.register(sock, select.POLLIN | select.POLLRDHUP)
 
 
@@ -44,7 +47,7 @@ class Caller:
     """Thread-safe."""
 
     def __init__(
-        self, sock: socket.socket, frames: Frames[Answer], node: PartId, dispose: Callable[[Answer], None]
+        self, sock: socket.socket, frames: Frames[Answer], node: PartId, dispose: Callable[[Caller, Answer], None]
     ) -> None:
         """`sock` has been welcomed by the node. `dispose` of an answer that comes when nobody waits for it any more."""
         self._socket = sock
@@ -52,35 +55,42 @@ class Caller:
         self._node = node
         self._dispose = dispose
         self._sending = threading.Lock()
-        self._changed = threading.Condition(threading.Lock())
+        # Entered as a lock and not as a condition, whose own way in is of Python: an exception of a signal handler
+        # in there would leave it taken.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._serials = count(1)
         self._waiting: set[int] = set()
         self._answers: dict[int, Answer] = {}
         self._is_reading = False
+        self._copies = 0
         self._gone = ""
         self._closed = False
+        self._alarm = os.eventfd(0, os.EFD_CLOEXEC)
+        """Readable once the node is gone, for whoever reads: the connection itself may have to stay for a while."""
+        weakref.finalize(self, os.close, self._alarm)
         sock.settimeout(None)
         # A node that takes nothing for so long is as good as gone. Who reads polls first, with the call's deadline.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(SEND_SECONDS), 0))
-        self._own = _Own(sock)
+        self._own = _Own(sock, self._alarm)
 
     def call(self, make: Callable[[int], Call], seconds: float) -> Answer:
         """The answer to a call, made with its serial. Raises PoolError: refused or too late; LostError."""
         until = time.monotonic() + seconds
         serial = next(self._serials)
         data = frame(make(serial))
-        with self._changed:
+        with self._lock:
             self._check()
             self._waiting.add(serial)
         try:
             self._send(data)
             answer = self._await(serial, until)
         finally:
-            with self._changed:
+            with self._lock:
                 self._waiting.discard(serial)
                 late = self._answers.pop(serial, None)
             if late is not None:
-                self._dispose(late)
+                self._dispose(self, late)
         if isinstance(answer, RefusedCall):
             raise PoolError(answer.reason)
         return answer
@@ -105,49 +115,70 @@ class Caller:
                 f"what was read may be wrong: the connection to the node {self._node} was lost meanwhile ({self._gone})"
             )
 
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """While the node's memory is read or written that this client was lent. Raises PoolError, LostError.
+
+        The connection lasts as long, whoever closes this client: after it the node lends the memory to others.
+        """
+        with self._lock:
+            self._check()
+            self._copies += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._copies -= 1
+                self._shut_if_gone()
+
     def forget(self) -> None:
         """Close the socket only: another process goes on using it."""
         self._socket.close()
 
     def close(self) -> None:
-        """Calls that run fail at once."""
+        """Calls that run fail at once, or when they have copied."""
         self._closed = True
         self.drop()
 
     def drop(self) -> None:
         """As `close`, but what was leased counts as lost."""
         self._lose("this client was closed")
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_reading, SEND_SECONDS)
-        self._socket.close()
+        with self._lock:
+            is_over = self._changed.wait_for(lambda: not (self._is_reading or self._copies), SEND_SECONDS)
+        if is_over:
+            self._socket.close()
 
     def _await(self, serial: int, until: float) -> Answer:
-        with self._changed:
-            while (answer := self._answers.pop(serial, None)) is None:
-                self._check()
-                if not self._is_reading:
-                    self._is_reading = True
-                    break
-                if not self._changed.wait(until - time.monotonic()) and time.monotonic() >= until:
-                    raise self._late()
-            else:
-                return answer
+        reads = False
         try:
+            with self._lock:
+                while (answer := self._answers.pop(serial, None)) is None:
+                    self._check()
+                    if not self._is_reading:
+                        self._is_reading = reads = True
+                        break
+                    if not self._changed.wait(until - time.monotonic()) and time.monotonic() >= until:
+                        raise self._late()
+                else:
+                    return answer
             return self._read_until(serial, until)
         finally:
-            with self._changed:
-                self._is_reading = False
-                self._changed.notify_all()
+            if reads:
+                with self._lock:
+                    self._is_reading = False
+                    self._changed.notify_all()
 
     def _read_until(self, serial: int, until: float) -> Answer:
         while True:
             seconds = until - time.monotonic()
             if seconds <= 0 or not (self._is_soon() or self._own.poll.poll(seconds * 1000)):
                 raise self._late()
+            with self._lock:
+                self._check()
             answers = self._receive()
             found: Answer | None = None
             unwanted: list[Answer] = []
-            with self._changed:
+            with self._lock:
                 for answer in answers:
                     if isinstance(answer, RoomEnded | Arrived | Welcome):
                         continue
@@ -159,7 +190,7 @@ class Caller:
                     else:
                         unwanted.append(answer)
             for answer in unwanted:
-                self._dispose(answer)
+                self._dispose(self, answer)
             if found is not None:
                 return found
 
@@ -180,7 +211,7 @@ class Caller:
             data, answers = b"", []
         if not data:
             self._lose("it closed the connection")
-            with self._changed:
+            with self._lock:
                 self._check()
         return answers
 
@@ -191,15 +222,21 @@ class Caller:
         except OSError as e:
             # Half a frame may be on its way: the connection is of no more use.
             self._lose(e.strerror or str(e))
-            with self._changed:
+            with self._lock:
                 self._check()
 
     def _lose(self, why: str) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        with self._changed:
+        with self._lock:
             self._gone = self._gone or why
-            self._changed.notify_all()
+            os.eventfd_write(self._alarm, 1)
+            self._shut_if_gone()
+
+    def _shut_if_gone(self) -> None:
+        """The lock is held."""
+        if self._gone and not self._copies:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+        self._changed.notify_all()
 
     def _check(self) -> None:
         if self._closed:

@@ -62,10 +62,13 @@ class FarHome:
         self._address = address
         self._key = data_key(token)
         self._timeout = timeout
-        self._free = threading.Condition(threading.Lock())
+        # Entered as a lock and not as a condition, as `calls.Caller` enters its own.
+        self._lock = threading.Lock()
+        self._free = threading.Condition(self._lock)
         self._idle: list[tuple[float, Channel]] = []
         self._open: set[Channel] = set()
-        self._taken = 0
+        self._taken: set[object] = set()
+        """A token for each call under way: to take one away twice does no harm, wherever an exception comes from."""
         self._closed = False
         self._maker = Maker()
         self._threads = ThreadPoolExecutor(LANES, thread_name_prefix=f"{name} of {address}")
@@ -142,7 +145,7 @@ class FarHome:
         if self._maker.is_other:
             # What a child may close is closed (`forks`); the locks may be held by threads that it has not got.
             return
-        with self._free:
+        with self._lock:
             self._closed = True
             for channel in self._open:
                 channel.shut()
@@ -222,8 +225,12 @@ class FarHome:
 
     def _beside(self, work: Sequence[Callable[[], T]]) -> list[T]:
         """All of it, the first in this thread; the results in order."""
-        later = [self._threads.submit(each) for each in work[1:]]
+        later: list[Future[T]] = []
         try:
+            try:
+                later += [self._threads.submit(each) for each in work[1:]]
+            except RuntimeError:
+                raise self._was_closed() from None
             return [work[0](), *(future.result() for future in later)]
         finally:
             # Nothing may be written into the caller's buffers any more when this returns.
@@ -233,9 +240,9 @@ class FarHome:
         """Once more on a new connection where one broke: all that clients ask may be asked twice."""
         is_last = False
         while True:
-            channel = self._take(until, is_fresh=is_last)
-            is_good = False
+            token, channel, is_good = object(), None, False
             try:
+                channel = self._take(token, until, is_fresh=is_last)
                 result = work(channel)
                 is_good = True
                 return result
@@ -245,20 +252,23 @@ class FarHome:
             except TimeoutError:
                 raise self._late() from None
             except (OSError, EOFError, TransferError) as e:
-                if is_last or self._closed or isinstance(e, TransferError):
+                if self._closed:
+                    raise self._was_closed() from None
+                if is_last or isinstance(e, TransferError):
                     raise PoolError(f"the node at {self._address}: {e or 'it closed the connection'}") from None
                 is_last = True
             finally:
-                self._give_back(channel, is_good)
+                self._give_back(token, channel, is_good)
 
-    def _take(self, until: float, is_fresh: bool) -> Channel:
-        with self._free:
-            while self._taken >= CONNECTIONS and not self._closed:
+    def _take(self, token: object, until: float, is_fresh: bool) -> Channel:
+        """Needs `_give_back`, whatever it raises."""
+        with self._lock:
+            while len(self._taken) >= CONNECTIONS and not self._closed:
                 if not self._free.wait(until - time.monotonic()):
                     raise PoolError(f"{CONNECTIONS} calls to the node at {self._address} run already")
             if self._closed:
-                raise PoolError(f"this client of the node at {self._address} was closed")
-            self._taken += 1
+                raise self._was_closed()
+            self._taken.add(token)
             stale = [channel for at, channel in self._idle if is_fresh or at < time.monotonic() - IDLE_SECONDS]
             self._idle = [(at, channel) for at, channel in self._idle if channel not in stale]
             found = self._idle.pop()[1] if self._idle else None
@@ -270,29 +280,27 @@ class FarHome:
     def _await_node(self, until: float, started_by: float) -> bool:
         """One whose process only starts is waited for, as on its own host. Whether it is on this one."""
         while True:
+            token, channel = object(), None
             try:
-                channel = self._take(until, is_fresh=False)
+                channel = self._take(token, until, is_fresh=False)
+                return channel.is_near
             except NodeUnreachableError as e:
                 if not e.is_starting or time.monotonic() >= started_by:
                     raise
-                time.sleep(RETRY_SECONDS)
-                continue
-            self._give_back(channel, is_good=True)
-            return channel.is_near
+            finally:
+                self._give_back(token, channel, is_good=True)
+            time.sleep(RETRY_SECONDS)
 
     def _connect(self, until: float) -> Channel:
         channel: Channel | None = None
+        is_greeted = False
         try:
             host, _, port = self._address.rpartition(":")
             seconds = min(self._timeout, max(0.01, until - time.monotonic()))
             channel = Channel(socket.create_connection((host.strip("[]"), int(port)), seconds))
             greet(channel, self._key, time.monotonic() + seconds)
+            is_greeted = True
         except (OSError, ValueError, MoonpoolError) as e:
-            with self._free:
-                self._taken -= 1
-                self._free.notify()
-            if channel is not None:
-                channel.close()
             if isinstance(e, TimeoutError):
                 raise NodeUnreachableError(str(self._late())) from None
             if isinstance(e, ConnectionRefusedError):
@@ -300,9 +308,15 @@ class FarHome:
                 raise NodeUnreachableError(message, is_starting=True) from None
             kind = NodeUnreachableError if isinstance(e, OSError) else PoolError
             raise kind(f"no node at {self._address}: {e}") from None
-        with self._free:
+        finally:
+            if channel is not None and not is_greeted:
+                channel.close()
+        with self._lock:
             self._open.add(channel)
         return channel
+
+    def _was_closed(self) -> PoolError:
+        return PoolError(f"this client of the node at {self._address} was closed")
 
     def _late(self) -> PoolError:
         return PoolError(
@@ -310,15 +324,17 @@ class FarHome:
             "node's data address"
         )
 
-    def _give_back(self, channel: Channel, is_good: bool) -> None:
-        with self._free:
-            self._taken -= 1
+    def _give_back(self, token: object, channel: Channel | None, is_good: bool) -> None:
+        with self._lock:
+            self._taken.discard(token)
+            self._free.notify()
+            if channel is None:
+                return
             is_kept = is_good and not self._closed
             if is_kept:
                 self._idle.append((time.monotonic(), channel))
             else:
                 self._open.discard(channel)
-            self._free.notify()
         if not is_kept:
             channel.close()
 

@@ -45,7 +45,7 @@ from moonpool.store.messages import (
     Told,
     answer_frames,
 )
-from moonpool.store.past_cache import Copy
+from moonpool.store.past_cache import Copy, copy_past_cache
 from moonpool.store.sights import Sights
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ class _Line:
             sock.close()
             raise PoolError(f"the node at {path} did not let {name} in: {e}") from None
         self.node, self.arena, self.readable = entrance.node, entrance.arena, entrance.readable
-        self.caller = Caller(sock, frames, self.node, self._dispose)
+        self.caller = Caller(sock, frames, self.node, _dispose)
         self.sights = Sights(entrance.board, self.caller)
         forget_in_children(self.caller)
 
@@ -81,12 +81,13 @@ class _Line:
         self.sights.report()
         self.caller.close()
 
-    def _dispose(self, answer: Answer) -> None:
-        match answer:
-            case LeasedEach():
-                self.caller.post(Release(answer.lease))
-            case RoomOpened():
-                self.caller.post(CloseRoom(answer.room))
+
+def _dispose(caller: Caller, answer: Answer) -> None:
+    match answer:
+        case LeasedEach():
+            caller.post(Release(answer.lease))
+        case RoomOpened():
+            caller.post(CloseRoom(answer.room))
 
 
 class NearHome:
@@ -106,6 +107,8 @@ class NearHome:
         self._closed = False
         self._line = _Line(path, name, timeout, start_timeout)
         self._crew = Crew()
+        # Now, and not in a thread of the user's while another one forks.
+        copy_past_cache()
         entered = self.ask(Enter())
         assert isinstance(entered, Entered)
         self.batch_bytes = entered.batch_bytes
@@ -202,7 +205,8 @@ class NearHome:
             if not filled:
                 caller.post(CloseRoom(room.room))
             else:
-                data = pack_sums(self._fill(filled, space))
+                with caller.copying():
+                    data = pack_sums(self._fill(filled, space))
                 caller.call(lambda serial: Commit(serial, room.room, data), self._timeout + SLACK_SECONDS)
         except BaseException:
             caller.post(CloseRoom(room.room))
@@ -243,7 +247,8 @@ class NearHome:
         held = self._get(line, space, keys, layers, wait)
         try:
             pairs = [(view, pieces) for view, pieces in zip(held.views, targets, strict=True) if view is not None]
-            self._copy([view for view, _ in pairs], [pieces for _, pieces in pairs])
+            with line.caller.copying():
+                self._copy([view for view, _ in pairs], [pieces for _, pieces in pairs])
         finally:
             held.close()
         return [view is not None for view in held.views]

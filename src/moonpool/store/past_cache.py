@@ -57,7 +57,7 @@ def copy_past_cache() -> Copy | None:
         engine = _compiled()
     except ImportError:
         return None
-    except Exception as e:
+    except (RuntimeError, OSError) as e:
         log.warning("copies go through the processor's cache: llvmlite cannot make others here: %s", e)
         return None
     copy_lines = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
