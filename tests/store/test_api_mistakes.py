@@ -139,9 +139,10 @@ def test_a_timeout_is_a_time(node: NodePeer, timeout: Any) -> None:
 def channel(node: NodePeer, connect: Connect) -> Iterator[Channel]:
     home = connect(node, "far")._home
     assert isinstance(home, FarHome)
-    channel = home._take(time.monotonic() + SECONDS, is_fresh=False)
+    token = object()
+    channel = home._take(token, time.monotonic() + SECONDS, is_fresh=False)
     yield channel
-    home._give_back(channel, is_good=True)
+    home._give_back(token, channel, is_good=True)
 
 
 def test_a_question_that_cannot_be_read_is_refused_and_the_next_answered(channel: Channel) -> None:
