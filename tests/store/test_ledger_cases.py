@@ -265,7 +265,9 @@ def test_what_has_no_tokens_of_equal_size_has_no_tail(ledger: Ledger) -> None:
 
 def test_a_refused_room_costs_nobody_anything(ledger: Ledger) -> None:
     put(ledger, KEYS)
-    with pytest.raises(PoolError, match=r"no room for 9 blocks of KVCache and 0 more tokens: they take 36864 bytes of the 32768"):
+    with pytest.raises(
+        PoolError, match=r"no room for 9 blocks of KVCache and 0 more tokens: they take 36864 bytes of the 32768"
+    ):
         ledger.rooms.reserve(R, 1, SPACE, keys_of("big", 9), 0, 9.0)
     assert ledger.leading(SPACE, KEYS) == 3
     assert (ledger.counters()["evictions"], ledger.counters()["refused_rooms"]) == (0, 1)
