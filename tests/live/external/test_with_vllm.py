@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from moonpool.bench.cluster import RunningCluster, free_port
@@ -223,8 +224,14 @@ def test_a_server_that_is_killed_costs_no_answer(stand: Stand) -> None:
 
 
 def kill(stand: Stand, at: int) -> None:
-    stand.servers[at].process.kill()
-    stand.servers[at].process.wait(SECONDS)
+    """Its engine's process as well, as where a machine dies: it would outlive the server for ever."""
+    process = stand.servers[at].process
+    engines = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.wait(SECONDS)
+    for engine in engines:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            engine.kill()
 
 
 def is_there(gateway: RunningCluster, part: str) -> bool:
