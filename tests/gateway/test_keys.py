@@ -302,18 +302,22 @@ def replace_text(path: Path, text: str) -> None:
 # ---- what a check costs
 
 
-def test_a_right_key_is_hashed_once_and_then_wrong_ones_never(
-    opened: Open, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    key, other = make_key(path), make_key(path)
-    hashed: list[str] = []
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The keys that were hashed, as they are."""
+    found: list[str] = []
     right = checks.is_hash_of
 
     def count(known: str, given: str) -> bool:
-        hashed.append(given)
+        found.append(given)
         return right(known, given)
 
     monkeypatch.setattr(checks, "is_hash_of", count)
+    return found
+
+
+def test_a_right_key_is_hashed_once_and_then_wrong_ones_never(opened: Open, path: Path, hashed: list[str]) -> None:
+    key, other = make_key(path), make_key(path)
 
     async def test() -> None:
         async with opened(answer=lambda work: [END], keys=str(path)) as s:
@@ -336,18 +340,10 @@ def test_a_right_key_is_hashed_once_and_then_wrong_ones_never(
 
 
 def test_a_flood_under_the_id_of_an_unused_key_does_not_keep_its_owner_out(
-    opened: Open, path: Path, monkeypatch: pytest.MonkeyPatch
+    opened: Open, path: Path, hashed: list[str]
 ) -> None:
     """Whoever has the id from a log line, from whatever address, has no hash computed by it."""
     target = make_key(path)
-    hashed: list[str] = []
-    right = checks.is_hash_of
-
-    def count(known: str, given: str) -> bool:
-        hashed.append(given)
-        return right(known, given)
-
-    monkeypatch.setattr(checks, "is_hash_of", count)
 
     async def test() -> None:
         async with opened(answer=lambda work: [END], keys=str(path)) as s:

@@ -13,7 +13,7 @@ import pytest
 
 from moonpool.core.vocabulary import NodePeer
 from moonpool.messenger.transfer import Bytes
-from moonpool.store import Client, PoolError, near
+from moonpool.store import Client, PoolError, Space, near
 from moonpool.store.copying import copy
 from moonpool.store.far import FarHome
 
@@ -72,17 +72,18 @@ def test_the_node_lends_memory_to_nobody_else_while_a_closed_client_copies(
     eventually(lambda: not lent(), "all is given back")
 
 
-def _leased(space: object, client: Client, target: Bytes) -> bool:
+def _leased(space: Space, client: Client, target: Bytes) -> bool:
     """As `get_into` where a block is not on the node's board."""
-    home = client._home  # type: ignore[attr-defined]
+    home = client._home
+    assert isinstance(home, near.NearHome)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(home._line.sights, "find", lambda *_: None)
-        return bool(space.get_into(KEYS[0], target))  # type: ignore[attr-defined]
+        return bool(space.get_into(KEYS[0], target))
 
 
-def _is_refused(space: object) -> bool:
+def _is_refused(space: Space) -> bool:
     with contextlib.suppress(PoolError):
-        space.exists(KEYS[1])  # type: ignore[attr-defined]
+        space.exists(KEYS[1])
         return False
     return True
 
@@ -114,7 +115,7 @@ def test_no_call_enters_a_condition_that_an_exception_of_a_signal_handler_would_
     """`threading.Condition.__enter__` is of Python: an exception can come between taking the lock and its own end."""
     pool = connect(node, way)
     home = pool._home
-    ours = home._free if isinstance(home, FarHome) else home._line.caller._changed  # type: ignore[attr-defined]
+    ours = home._free if isinstance(home, FarHome) else home._line.caller._changed
     enter = threading.Condition.__enter__
 
     def checked(condition: threading.Condition) -> bool:
